@@ -1,0 +1,957 @@
+"""The rollout engine: sequences, scheduler, decode steps and their CUDA graphs. The one file an architecture script imports.
+
+    engine = FlexEngine(Qwen3Walker(model), tokenizer, EngineConfig(max_batch_size=64, max_seq_len=1024))
+    outputs = engine.generate(["What is 2 + 2?"], SamplingParams(max_tokens=64, n=4))
+
+How one `generate` call runs:
+
+    admit ──► prefill ──► decode window ──► look ──► (refill) admit ...
+              K, V of     `steps_per_look`  tokens, stops,
+              prompt[:-1] graph replays     pages given back
+
+* A prefill only fills the cache: the prompt's last token is the first decode row of each of its completions, so sampling
+  lives in one place, a prompt is computed once for its n completions, and they share its full pages.
+* A decode step runs from token id to next token id on the device. The host looks every few steps; a row that has ended in
+  between stands still, rewriting its own last key and value.
+* When pages run out the newest sequence goes back to the queue. Its noise depends on (seed, position, token) alone, so it
+  goes on as if nothing had happened.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import secrets
+import time
+import warnings
+from collections import deque
+from collections.abc import Iterator, Sequence as SequenceOf
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm import tqdm
+from transformers import AttentionInterface, AttentionMaskInterface
+
+import flex_kernels
+from flex_paged_attention import (
+    Attend,
+    AttentionSpec,
+    DecodeBatch,
+    OutOfPages,
+    PADDING_SLOT,
+    PagedKVCache,
+    PrefillBatch,
+    make_backend,
+)
+from flex_weights import Projection, SharedWeights
+
+# ------------------------------------------------------------------------------------------------------ requests, results
+
+
+@dataclass
+class SamplingParams:
+    """How to sample one prompt's completions; vLLM's names and meanings.
+
+    temperature 0 is greedy. top_k 0, -1 and None, top_p 1 and min_p 0 are off. Filters apply in Hugging Face's order: temperature,
+    top_k, top_p over what is left, min_p. `seed` None draws one. A completion's noise depends on (seed, prompt tokens, index of the
+    completion among equal prompts of the call), whatever the batch around it. Stop ids and strings end a completion; the
+    stopping tokens stay in `token_ids`, a stop string is cut from `text`. `ignore_eos` ignores the model's own ids only.
+    Nothing is read from the model's generation_config except its end-of-sequence ids.
+    """
+
+    max_tokens: int = 256
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int | None = 0
+    min_p: float = 0.0
+    n: int = 1
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        self.top_k = 0 if self.top_k in (None, -1) else self.top_k
+        self.stop = [self.stop] if isinstance(self.stop, str) else list(self.stop or [])
+        self.stop_token_ids = list(self.stop_token_ids or [])
+        checks = {
+            "max_tokens": self.max_tokens >= 1,
+            "temperature": 0 <= self.temperature < float("inf"),
+            "top_p": 0 < self.top_p <= 1,
+            "top_k": self.top_k >= 0,
+            "min_p": 0 <= self.min_p <= 1,
+            "n": self.n >= 1,
+            "stop": all(isinstance(text, str) and text for text in self.stop),
+        }
+        for name, valid in checks.items():
+            if not valid:
+                raise ValueError(f"{name} is out of range: {getattr(self, name)!r}")
+
+
+@dataclass
+class CompletionOutput:
+    """One completion. `logprobs[i]` is that of `token_ids[i]` in the distribution it was sampled from (temperature and filters
+    applied); `full_logprobs[i]` the same without filters, log_softmax(logits / temperature), as a trainer computes it. At
+    temperature 0 both are log_softmax(logits)."""
+
+    index: int
+    token_ids: list[int]
+    text: str
+    logprobs: list[float]
+    full_logprobs: list[float]
+    finish_reason: str  # "stop" or "length"
+
+
+@dataclass
+class RequestOutput:
+    """The completions of prompt `index`, or the reason why it has none."""
+
+    index: int
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput] = field(default_factory=list)
+    error: str | None = None
+
+
+class InvalidPromptError(ValueError):
+    """Some prompts can't be run; nothing was started. `errors` maps prompt index to reason."""
+
+    def __init__(self, errors: dict[int, str]):
+        self.errors = errors
+        super().__init__("; ".join(f"prompt {index}: {reason}" for index, reason in errors.items()))
+
+
+class NonFiniteError(RuntimeError):
+    """A row's logits held NaN; the message names the prompt and, where the weights are to blame, the tensors."""
+
+
+@dataclass
+class Prefix:
+    """Tokens whose K and V several sequences start from. `pending` counts the sequences not yet admitted; while there are
+    any, the prefix holds a reference on its own pages."""
+
+    token_ids: list[int]
+    pending: int = 0
+    pages: list[int] | None = None
+
+
+@dataclass(eq=False)
+class Sequence:
+    """One completion under way. Its next decode row is its last token."""
+
+    request: int
+    index: int
+    prompt: list[int]
+    params: SamplingParams
+    seed: int
+    stop_ids: list[int]
+    max_tokens: int
+    prefix: Prefix
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    full_logprobs: list[float] = field(default_factory=list)
+    pages: list[int] = field(default_factory=list)
+    slot: int | None = None
+    finish_reason: str | None = None
+    text: str | None = None
+
+    @property
+    def length(self) -> int:
+        return len(self.prompt) + len(self.token_ids)
+
+    @property
+    def remaining(self) -> int:
+        return self.max_tokens - len(self.token_ids)
+
+    @property
+    def last_token(self) -> int:
+        return self.token_ids[-1] if self.token_ids else self.prompt[-1]
+
+
+def completion_seed(seed: int, prompt: SequenceOf[int], index: int) -> int:
+    """A 63-bit seed of its own for each completion, the same in any batch."""
+    digest = hashlib.blake2b(np.asarray(prompt, dtype=np.int64).tobytes(), digest_size=8)
+    digest.update(f"{seed}/{index}".encode())
+    return int.from_bytes(digest.digest(), "little") >> 1
+
+
+# ------------------------------------------------------------------------------------------------------------- the engine
+
+
+@dataclass
+class EngineConfig:
+    """Sizes and switches. Memory of the KV pool: `kv_memory_gb` (10^9 bytes), or by default what `max_batch_size` sequences of
+    `max_seq_len` tokens need, but never more than half of the memory that is free."""
+
+    max_batch_size: int = 64
+    max_seq_len: int = 1024
+    page_size: int = 64
+    kv_memory_gb: float | None = None
+    prefill_token_budget: int = 8192
+    capture_cudagraph: bool | None = None  # None: on a GPU
+    steps_per_look: int | None = None  # None: 16 on a GPU, 1 on a CPU
+    attention_backend: str = "auto"
+    decode_kernel_options: dict | None = None
+    prefill_kernel_options: dict | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("max_batch_size", "max_seq_len", "prefill_token_budget"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.page_size < 16 or self.page_size & (self.page_size - 1):
+            raise ValueError(f"page_size must be a power of two of at least 16, not {self.page_size}")
+        if self.steps_per_look is not None and self.steps_per_look < 1:
+            raise ValueError(f"steps_per_look must be at least 1, not {self.steps_per_look}")
+
+
+@dataclass
+class EngineStats:
+    """Totals since the last `reset_stats`. Seconds are wall clock, memory in 10^9 bytes."""
+
+    attention_backend: str
+    steps_per_look: int
+    total_pages: int
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    prefill_tokens: int = 0
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    decode_steps: int = 0
+    preemptions: int = 0
+    peak_pages_used: int = 0
+    compile_seconds: float = 0.0
+    capture_seconds: float = 0.0
+    capture_seconds_per_bucket: dict[int, float] = field(default_factory=dict)
+    graph_memory_gb: float = 0.0
+    refresh_seconds: float = 0.0
+    fallbacks: list[str] = field(default_factory=list)
+
+
+class Walker(Protocol):
+    """One architecture's forward. `specs` has one entry per attention layer; `model` is the Hugging Face model it walks."""
+
+    model: torch.nn.Module
+    specs: list[AttentionSpec]
+    vocab_size: int
+    dtype: torch.dtype
+    device: torch.device
+
+    def prepare(self, max_seq_len: int) -> None:
+        """Called once by the engine, before the first forward."""
+
+    def forward(self, tokens_T: Tensor, positions_T: Tensor, attend: Attend) -> Tensor | None:
+        """Logits `[T, vocab]` of a decode; None of a prefill, which is run for its keys and values alone."""
+
+    def refresh(self) -> None:
+        """Takes over weights that have changed or moved since the last call."""
+
+    def session(self) -> contextlib.AbstractContextManager:
+        """Whatever must hold of the model while it is walked, undone afterwards."""
+
+
+def decode_buckets(max_batch_size: int) -> list[int]:
+    """Row counts with a graph of their own: steps of at most an eighth, so that little of a batch is padding."""
+    buckets, size = [], 2
+    while size < max_batch_size:
+        buckets.append(size)
+        size += max(2, 1 << max(0, size.bit_length() - 4) if size >= 32 else 4 if size >= 8 else 2)
+    return [*buckets, max(2, max_batch_size)]
+
+
+class DecodeState:
+    """What a decode step reads and writes on the device, by slot. Slot 0 is padding: it has ended before it begins."""
+
+    STOP_IDS = 8
+    TOKEN, POSITION, LAST_POSITION, SEED, TOP_K, ENDED, FIRST_STOP = range(7)
+    NO_TOKEN = -2  # the ring entry of a row that had ended already; the sampler's -1 means NaN
+
+    def __init__(self, num_slots: int, max_steps: int, device: torch.device):
+        pinned = device.type == "cuda"
+        self.ints = torch.zeros(num_slots + 1, self.FIRST_STOP + self.STOP_IDS, dtype=torch.int64, device=device)
+        self.ints[PADDING_SLOT, self.ENDED] = 1
+        self.floats = torch.ones(num_slots + 1, 3, dtype=torch.float32, device=device)
+        self.row_slot = torch.zeros(max(2, num_slots), dtype=torch.int64, device=device)
+        self.step = torch.zeros(1, dtype=torch.int64, device=device)
+        self.ring_tokens = torch.zeros(max_steps, max(2, num_slots), dtype=torch.int64, device=device)
+        self.ring_logprobs = torch.zeros(max_steps, 2, max(2, num_slots), dtype=torch.float32, device=device)
+        self.host_tokens = torch.zeros_like(self.ring_tokens, device="cpu", pin_memory=pinned)
+        self.host_logprobs = torch.zeros_like(self.ring_logprobs, device="cpu", pin_memory=pinned)
+
+    def admit(self, sequences: list[Sequence]) -> None:
+        ints, floats = [], []
+        for sequence in sequences:
+            params, position = sequence.params, sequence.length - 1
+            stops = sequence.stop_ids + [-1] * (self.STOP_IDS - len(sequence.stop_ids))
+            ints.append([sequence.last_token, position, position + sequence.remaining - 1, sequence.seed, params.top_k, 0, *stops])
+            floats.append([params.temperature, params.top_p, params.min_p])
+        slots = torch.tensor([sequence.slot for sequence in sequences], device=self.ints.device)
+        self.ints[slots] = torch.tensor(ints, dtype=torch.int64, device=self.ints.device)
+        self.floats[slots] = torch.tensor(floats, dtype=torch.float32, device=self.ints.device)
+
+    def advance(self, rows: Tensor, ints: Tensor, tokens_B: Tensor, logprobs_2B: Tensor) -> None:
+        """Writes one step's samples to the ring and moves the rows on; rows that end, or had, stay where they are."""
+        had_ended = ints[:, self.ENDED] != 0
+        position, size = ints[:, self.POSITION], rows.shape[0]
+        stops = (tokens_B[:, None] == ints[:, self.FIRST_STOP :]).any(1)
+        ended = had_ended | stops | (position >= ints[:, self.LAST_POSITION]) | (tokens_B < 0)
+        self.ring_tokens[:, :size].index_copy_(0, self.step, tokens_B.masked_fill(had_ended, self.NO_TOKEN)[None])
+        self.ring_logprobs[:, :, :size].index_copy_(0, self.step, logprobs_2B[None])
+        moved = torch.stack([torch.where(ended, ints[:, self.TOKEN], tokens_B), position + ~ended], dim=1)
+        self.ints[rows, : self.POSITION + 1] = moved
+        self.ints[rows, self.ENDED] = ended.long()
+        self.step += 1
+
+
+class FlexEngine:
+    """Generates with a walker over a paged KV cache. Not thread safe; one engine per model."""
+
+    def __init__(self, walker: Walker, tokenizer=None, config: EngineConfig | None = None):
+        self.walker, self.tokenizer, self.config = walker, tokenizer, config or EngineConfig()
+        self.device = torch.device(walker.device)
+        walker.prepare(self.config.max_seq_len)
+        self.fallbacks: list[str] = []
+        on_gpu = self.device.type == "cuda"
+        capture = self.config.capture_cudagraph
+        if capture and not on_gpu:
+            self._fall_back("--capture_cudagraph: there is no CUDA GPU, so the decode step runs without a graph")
+        self.use_graphs = on_gpu if capture is None else capture and on_gpu
+        steps = self.config.steps_per_look or (16 if on_gpu else 1)
+        self.backend = make_backend(
+            self.config.attention_backend, self.device, self.config.decode_kernel_options, self.config.prefill_kernel_options
+        )
+        self.buckets = decode_buckets(self.config.max_batch_size)
+        self.cache = PagedKVCache(
+            walker.specs, self._num_pages(), self.config.page_size, self.config.max_batch_size,
+            self.config.max_seq_len, walker.dtype, self.device,
+        )  # fmt: skip
+        self.state = DecodeState(self.config.max_batch_size, steps, self.device)
+        self.eos_ids = end_of_sequence_ids(walker.model, tokenizer)
+        self.steps_per_look = steps
+        self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self.graph_pool = None
+        self._scheduler: Scheduler | None = None
+        self.reset_stats()
+
+    def _fall_back(self, message: str) -> None:
+        warnings.warn(message, stacklevel=3)
+        self.fallbacks.append(message)
+
+    def _num_pages(self) -> int:
+        config, per_token = self.config, PagedKVCache.bytes_per_token(self.walker.specs, self.walker.dtype)
+        page_bytes = per_token * config.page_size
+        if config.kv_memory_gb is not None:
+            return max(2, int(config.kv_memory_gb * 1e9 / page_bytes))
+        wanted = 2 + config.max_batch_size * -(-config.max_seq_len // config.page_size)
+        if self.device.type == "cuda":
+            free = torch.cuda.mem_get_info(self.device)[0]
+            free += torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+            return max(2, min(wanted, int(free / 2 / page_bytes)))
+        return wanted
+
+    # ------------------------------------------------------------------------------------------------------------ public
+
+    def generate(
+        self,
+        prompts: SequenceOf[str | SequenceOf[int]],
+        params: SamplingParams | SequenceOf[SamplingParams] | None = None,
+        progress: bool = False,
+        skip_invalid: bool = False,
+    ) -> list[RequestOutput]:
+        """Completions of every prompt (text, or token ids), in order.
+
+        `params` is one for all or one per prompt. Equal prompts are computed once. A prompt that can't be run raises
+        InvalidPromptError before anything starts; with `skip_invalid` its output carries the `error` and the others run.
+        """
+        prompts = [prompts] if isinstance(prompts, str) else list(prompts)
+        if params is None or isinstance(params, SamplingParams):
+            params = [params or SamplingParams()] * len(prompts)
+        if len(params) != len(prompts):
+            raise ValueError(f"{len(params)} SamplingParams for {len(prompts)} prompts")
+        outputs, errors = [], {}
+        for index, (prompt, p) in enumerate(zip(prompts, params)):
+            ids, error = self._encode(prompt, p)
+            outputs.append(RequestOutput(index, ids, error=error))
+            if error:
+                errors[index] = error
+        if errors and not skip_invalid:
+            raise InvalidPromptError(errors)
+        sequences = self._sequences(outputs, params)
+        if sequences:
+            with torch.no_grad(), torch.autocast(self.device.type, enabled=False), self.walker.session():
+                self._run(sequences, progress)
+        for sequence in sequences:
+            text = sequence.text if sequence.text is not None else self._decode_text(sequence.token_ids)
+            outputs[sequence.request].outputs.append(
+                CompletionOutput(
+                    sequence.index, sequence.token_ids, text, sequence.logprobs, sequence.full_logprobs, sequence.finish_reason
+                )
+            )
+        for output in outputs:
+            output.outputs.sort(key=lambda completion: completion.index)
+        return outputs
+
+    def refresh_lora(self) -> None:
+        """Takes over the trainer's current weights, adapter or full; call it after every optimizer step."""
+        started = time.perf_counter()
+        with torch.no_grad():
+            self.walker.refresh()
+        self._synchronize()
+        self._stats.refresh_seconds += time.perf_counter() - started
+
+    def capture(self, progress: bool = False) -> None:
+        """Captures every bucket's graph now instead of at its first use."""
+        if self.use_graphs:
+            with torch.no_grad(), torch.autocast(self.device.type, enabled=False), self.walker.session():
+                for bucket in tqdm(self.buckets[::-1], "capturing", disable=None if progress else True):
+                    self._graph(bucket)
+
+    def stats(self) -> EngineStats:
+        return replace(self._stats, peak_pages_used=self.cache.pages.peak_used, fallbacks=list(self.fallbacks))
+
+    def reset_stats(self) -> None:
+        """Starts counting anew; what was compiled and captured so far stays counted."""
+        kept = {}
+        if hasattr(self, "_stats"):
+            names = ("compile_seconds", "capture_seconds", "capture_seconds_per_bucket", "graph_memory_gb")
+            kept = {name: getattr(self._stats, name) for name in names}
+        self._stats = EngineStats(self.backend.name, self.steps_per_look, self.cache.num_pages - 1, **kept)
+        self.cache.pages.peak_used = self.cache.pages.num_used
+
+    # ---------------------------------------------------------------------------------------------------------- requests
+
+    def _encode(self, prompt, params: SamplingParams) -> tuple[list[int], str | None]:
+        """Token ids of a prompt, and the reason why it can't be run."""
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                return [], "text needs a tokenizer, and the engine has none"
+            ids = list(self.tokenizer.encode(prompt, add_special_tokens=False) if prompt else [])
+        elif isinstance(prompt, Tensor):
+            ids = prompt.tolist()
+        elif isinstance(prompt, (list, tuple, np.ndarray)) and all(isinstance(token, (int, np.integer)) for token in prompt):
+            ids = [int(token) for token in prompt]
+        else:
+            return [], f"neither text nor a list of token ids, but {type(prompt).__name__}"
+        vocab = self.walker.vocab_size
+        limit, pages = self.config.max_seq_len, self.cache.pages
+        if not ids:
+            return ids, "empty"
+        if min(ids) < 0 or max(ids) >= vocab:
+            return ids, f"token id {min(ids) if min(ids) < 0 else max(ids)} is outside the vocabulary of {vocab}"
+        if len(ids) + params.max_tokens > limit:
+            return ids, f"{len(ids)} prompt tokens and max_tokens {params.max_tokens} exceed max_seq_len {limit}"
+        # One page more: the prompt's last page exists twice while completions of the same prompt wait.
+        needed = pages.pages_for(len(ids) + params.max_tokens) + 1
+        if needed > self.cache.num_pages - 1:
+            return ids, f"needs {needed} pages of {pages.page_size} tokens, and the pool has {self.cache.num_pages - 1}"
+        stops = len(self._stop_ids(params))
+        if stops > DecodeState.STOP_IDS:
+            return ids, f"{stops} stop token ids; at most {DecodeState.STOP_IDS} are supported"
+        if params.stop and self.tokenizer is None:
+            return ids, "stop strings need a tokenizer, and the engine has none"
+        return ids, None
+
+    def _stop_ids(self, params: SamplingParams) -> list[int]:
+        return sorted({*params.stop_token_ids, *(() if params.ignore_eos else self.eos_ids)})
+
+    def _sequences(self, requests: list[RequestOutput], params: SequenceOf[SamplingParams]) -> list[Sequence]:
+        """All completions, those of equal prompts side by side so that they start from one prefix."""
+        groups: dict[tuple[int, ...], list[Sequence]] = {}
+        for request, p in zip(requests, params):
+            if request.error:
+                continue
+            prompt = request.prompt_token_ids
+            group = groups.setdefault(tuple(prompt), [])
+            prefix = group[0].prefix if group else Prefix(prompt[:-1])
+            seed = secrets.randbits(62) if p.seed is None else p.seed
+            for index in range(p.n):
+                own_seed = completion_seed(seed, prompt, len(group))
+                stop_ids = self._stop_ids(p)
+                group.append(Sequence(request.index, index, prompt, p, own_seed, stop_ids, p.max_tokens, prefix))
+                prefix.pending += 1
+        return [sequence for group in groups.values() for sequence in group]
+
+    def _decode_text(self, token_ids: list[int]) -> str:
+        return self.tokenizer.decode(token_ids, skip_special_tokens=True) if self.tokenizer is not None else ""
+
+    # -------------------------------------------------------------------------------------------------------------- loop
+
+    def _run(self, sequences: list[Sequence], progress: bool) -> None:
+        scheduler = self._scheduler = Scheduler(self.cache, self.config.max_batch_size, sequences)
+        self._stats.prompt_tokens += sum(len(sequence.prompt) for sequence in sequences)
+        bar = tqdm(total=len(sequences), desc="generating", unit="seq", disable=None if progress else True)
+        started, generated = time.perf_counter(), self._stats.generated_tokens
+        try:
+            while scheduler.busy:
+                self._refill(scheduler)
+                finished = self._decode_window(scheduler)
+                bar.update(finished)
+                if progress:
+                    rate = (self._stats.generated_tokens - generated) / (time.perf_counter() - started)
+                    bar.set_postfix(
+                        {
+                            "tok/s": f"{rate:.0f}",
+                            "running": len(scheduler.running),
+                            "waiting": len(scheduler.waiting),
+                            "free pages": self.cache.pages.num_free,
+                        },
+                        refresh=False,
+                    )
+        finally:
+            # An interrupted rollout must leave the pool as it found it.
+            scheduler.release_all()
+            self._stats.preemptions += scheduler.preemptions
+            self._scheduler = None
+            bar.close()
+        self.cache.pages.check()
+
+    def _refill(self, scheduler: Scheduler) -> None:
+        """Admits what fits, prefill batch by prefill batch."""
+        started, admitted = time.perf_counter(), []
+        while True:
+            batch = scheduler.admit(self.config.prefill_token_budget)
+            if not batch:
+                break
+            self._prefill(batch.prefill)
+            self.cache.copy_pages(*batch.copies)
+            admitted += batch.sequences
+        if admitted:
+            self.state.admit(admitted)
+            self._synchronize()
+            self._stats.prefill_seconds += time.perf_counter() - started
+
+    def _prefill(self, prompts: list[tuple[list[int], list[int]]]) -> None:
+        """K and V of every (token ids, pages), in one packed forward."""
+        lengths = [len(token_ids) for token_ids, _ in prompts]
+        total = sum(lengths)
+        if not total:
+            return
+        padding = self.backend.padded_prefill_length(total) - total
+
+        def row(parts: list[np.ndarray]) -> Tensor:
+            flat = np.concatenate([*parts, np.zeros(padding, dtype=np.int64)])
+            return torch.from_numpy(flat).to(self.device)
+
+        tokens_T = row([np.asarray(token_ids, dtype=np.int64) for token_ids, _ in prompts])
+        positions_T = row([np.arange(length, dtype=np.int64) for length in lengths])
+        slots_T = row([self.cache.token_slots(pages, len(token_ids)) for token_ids, pages in prompts])
+        attend = Attend(self.cache, PrefillBatch(positions_T, slots_T, lengths), self.backend)
+        self.walker.forward(tokens_T, positions_T, attend)
+        self._stats.prefill_tokens += total
+
+    def _decode_window(self, scheduler: Scheduler) -> int:
+        """Several decode steps, then a look at what they gave. Returns how many sequences ended."""
+        started = time.perf_counter()
+        steps = scheduler.reserve(self.steps_per_look)
+        running, state = scheduler.running, self.state
+        bucket = next(size for size in self.buckets if size >= len(running))
+        slots = [sequence.slot for sequence in running] + [PADDING_SLOT] * (bucket - len(running))
+        graph = self._graph(bucket) if self.use_graphs else None
+        self.cache.upload()
+        state.row_slot[:bucket] = torch.tensor(slots, device=self.device)
+        state.step.zero_()
+        longest = max(sequence.length for sequence in running)
+        for step in range(steps):
+            if graph is not None:
+                graph.replay()
+            else:
+                self._decode_step(bucket, max_length=longest + step)
+        for host, ring in ((state.host_tokens, state.ring_tokens), (state.host_logprobs, state.ring_logprobs)):
+            host[:steps].copy_(ring[:steps], non_blocking=True)
+        self._synchronize()
+        self._stats.decode_seconds += time.perf_counter() - started
+        self._stats.decode_steps += steps
+        return self._look(scheduler, steps)
+
+    def _decode_step(self, bucket: int, max_length: int | None = None) -> None:
+        """One token for each row; the body of a captured graph, so no tensor may leave the device."""
+        state = self.state
+        rows = state.row_slot[:bucket]
+        ints, floats = state.ints[rows], state.floats[rows]
+        tokens_B, positions_B = ints[:, state.TOKEN].contiguous(), ints[:, state.POSITION].contiguous()
+        attend = Attend(self.cache, DecodeBatch(positions_B, self.cache.page_table[rows], max_length), self.backend)
+        logits_BV = self.walker.forward(tokens_B, positions_B, attend)
+        temperature, top_p, min_p = floats.T.contiguous()
+        next_B, *logprobs = flex_kernels.sample(
+            logits_BV, temperature, ints[:, state.TOP_K].int(), top_p, min_p, ints[:, state.SEED].contiguous(), positions_B
+        )
+        state.advance(rows, ints, next_B, torch.stack(logprobs))
+
+    def _graph(self, bucket: int) -> torch.cuda.CUDAGraph:
+        """The captured decode step of `bucket` rows. Warm-up and capture run on the padding slot alone."""
+        if bucket in self.graphs:
+            return self.graphs[bucket]
+        started, reserved = time.perf_counter(), torch.cuda.memory_reserved(self.device)
+        rows = self.state.row_slot.clone()
+        self.state.row_slot.zero_()
+        stream = torch.cuda.Stream(self.device)
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                self.state.step.zero_()
+                self._decode_step(bucket)
+        self._synchronize()
+        compiled = time.perf_counter()
+        self.state.step.zero_()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self.graph_pool, stream=stream):
+            self._decode_step(bucket)
+        self.graph_pool = self.graph_pool or graph.pool()
+        self.state.row_slot.copy_(rows)
+        self._synchronize()
+        done = time.perf_counter()
+        self._stats.compile_seconds += compiled - started
+        self._stats.capture_seconds += done - compiled
+        self._stats.capture_seconds_per_bucket[bucket] = done - started
+        self._stats.graph_memory_gb += (torch.cuda.memory_reserved(self.device) - reserved) / 1e9
+        self.graphs[bucket] = graph
+        return graph
+
+    def _look(self, scheduler: Scheduler, steps: int) -> int:
+        """Hands the ring's tokens to their sequences and ends those that are done."""
+        running = list(scheduler.running)
+        tokens = self.state.host_tokens[:steps, : len(running)].numpy()
+        logprobs = self.state.host_logprobs[:steps, :, : len(running)].numpy()
+        counts = (tokens != DecodeState.NO_TOKEN).sum(0).tolist()
+        finished = 0
+        if (tokens == -1).any():
+            row = int(np.nonzero((tokens == -1).any(0))[0][0])
+            raise NonFiniteError(self._explain_nan(running[row]))
+        for row, (sequence, count) in enumerate(zip(running, counts)):
+            new = tokens[:count, row].tolist()
+            sequence.token_ids += new
+            sequence.logprobs += logprobs[:count, 0, row].tolist()
+            sequence.full_logprobs += logprobs[:count, 1, row].tolist()
+            if sequence.params.stop:
+                self._cut_at_stop_string(sequence, count)
+            if sequence.finish_reason is None:
+                if sequence.token_ids[-1] in sequence.stop_ids:
+                    sequence.finish_reason = "stop"
+                elif sequence.remaining == 0:
+                    sequence.finish_reason = "length"
+            if sequence.finish_reason is not None:
+                scheduler.finish(sequence)
+                finished += 1
+        self._stats.generated_tokens += sum(counts)
+        return finished
+
+    def _cut_at_stop_string(self, sequence: Sequence, new_tokens: int) -> None:
+        """Ends the sequence at the first token that completes a stop string; text goes without it, tokens with it."""
+        stops = sequence.params.stop
+        if not any(stop in self._decode_text(sequence.token_ids) for stop in stops):
+            return
+        for count in range(len(sequence.token_ids) - new_tokens + 1, len(sequence.token_ids) + 1):
+            text = self._decode_text(sequence.token_ids[:count])
+            found = [text.find(stop) for stop in stops if stop in text]
+            if found:
+                del sequence.token_ids[count:], sequence.logprobs[count:], sequence.full_logprobs[count:]
+                sequence.text, sequence.finish_reason = text[: min(found)], "stop"
+                return
+
+    def _explain_nan(self, sequence: Sequence) -> str:
+        named = [name for name, p in self.walker.model.named_parameters() if not torch.isfinite(p).all()]
+        cause = f"non-finite weights: {', '.join(named[:5])}" if named else "all weights are finite"
+        return f"prompt {sequence.request}: logits are NaN after {len(sequence.token_ids)} tokens; {cause}"
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+# ---------------------------------------------------------------------------------------------------------- the scheduler
+
+
+@dataclass
+class AdmittedBatch:
+    """Sequences that got slots together, the prefixes to compute (token ids, pages), and pages to copy (from, to)."""
+
+    sequences: list[Sequence] = field(default_factory=list)
+    prefill: list[tuple[list[int], list[int]]] = field(default_factory=list)
+    copies: tuple[list[int], list[int]] = field(default_factory=lambda: ([], []))
+
+    def __bool__(self) -> bool:
+        return bool(self.sequences)
+
+
+class Scheduler:
+    """Who waits, who runs, and in which slots and pages. First come, first served; the newest is preempted."""
+
+    def __init__(self, cache: PagedKVCache, num_slots: int, sequences: list[Sequence]):
+        self.cache, self.pages = cache, cache.pages
+        self.waiting = deque(sequences)
+        self.running: list[Sequence] = []
+        self.free_slots = list(range(num_slots, 0, -1))
+        self.preemptions = 0
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def admit(self, token_budget: int) -> AdmittedBatch:
+        """Gives slots and pages to as many waiting sequences as fit, up to `token_budget` prompt tokens to compute (a longer
+        prompt goes alone)."""
+        batch, tokens = AdmittedBatch(), 0
+        while self.waiting and self.free_slots:
+            sequence = self.waiting[0]
+            prefix = sequence.prefix
+            new_prefix = prefix.pages is None
+            if new_prefix and tokens and tokens + len(prefix.token_ids) > token_budget:
+                break
+            if not self._can_admit(prefix):
+                break
+            if new_prefix:
+                prefix.pages = self.pages.allocate(self.pages.pages_for(len(prefix.token_ids)))
+                batch.prefill.append((prefix.token_ids, prefix.pages))
+                tokens += len(prefix.token_ids)
+            self.waiting.popleft()
+            self._take_pages(sequence, batch.copies)
+            sequence.slot = self.free_slots.pop()
+            self.cache.assign(sequence.slot, sequence.pages)
+            self.running.append(sequence)
+            batch.sequences.append(sequence)
+        return batch
+
+    def _can_admit(self, prefix: Prefix) -> bool:
+        """Whether the pages suffice, and leave one for each running sequence: else it would be preempted at once."""
+        needed = 1 if prefix.pages is not None else 1 + self.pages.pages_for(len(prefix.token_ids))
+        if needed + len(self.running) <= self.pages.num_free:
+            return True
+        if self.running:
+            return False
+        for sequence in self.waiting:
+            # Nothing runs, so the pages lie with prefixes whose other completions wait behind this one.
+            if sequence.prefix is not prefix:
+                self._drop(sequence.prefix)
+        return needed <= self.pages.num_free
+
+    def _take_pages(self, sequence: Sequence, copies: tuple[list[int], list[int]]) -> None:
+        """Pages for the prefix's tokens: its own when no other sequence waits for it, else shared, the last part copied."""
+        prefix = sequence.prefix
+        prefix.pending -= 1
+        if prefix.pending == 0:
+            sequence.pages, prefix.pages = prefix.pages, None
+            return
+        full, rest = divmod(len(prefix.token_ids), self.pages.page_size)
+        sequence.pages = self.pages.share(prefix.pages[:full])
+        if rest:
+            own = self.pages.allocate(1)
+            copies[0].append(prefix.pages[full])
+            copies[1].extend(own)
+            sequence.pages += own
+
+    def reserve(self, max_steps: int) -> int:
+        """Pages for the coming steps of every running sequence, preempting from the newest if there are too few. Returns the
+        number of steps: no more than any row that others wait behind still needs."""
+        remaining = [sequence.remaining for sequence in self.running]
+        steps = min(max_steps, min(remaining) if self.waiting else max(remaining))
+        for sequence in list(self.running):
+            if sequence.slot is None:
+                continue
+            positions = min(sequence.length + steps - 1, len(sequence.prompt) + sequence.max_tokens - 1)
+            while (missing := self.pages.pages_for(positions) - len(sequence.pages)) > 0:
+                try:
+                    new = self.pages.allocate(missing)
+                except OutOfPages:
+                    self._make_room(sequence)
+                    if sequence.slot is None:
+                        break
+                else:
+                    self.cache.assign(sequence.slot, new, start=len(sequence.pages))
+                    sequence.pages += new
+        return steps
+
+    def _make_room(self, sequence: Sequence) -> None:
+        idle = {id(other.prefix): other.prefix for other in self.waiting if other.prefix.pages is not None}
+        if idle:
+            for prefix in idle.values():
+                self._drop(prefix)
+            return
+        assert self.running[0] is not sequence or len(self.running) > 1, "a request was admitted that can never fit"
+        self.preempt(self.running[-1])
+
+    def _drop(self, prefix: Prefix) -> None:
+        if prefix.pages is not None:
+            self.pages.release(prefix.pages)
+            prefix.pages = None
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Back to the head of the queue; what it has generated becomes part of its prefix."""
+        self._vacate(sequence)
+        sequence.prefix = Prefix((sequence.prompt + sequence.token_ids)[:-1], pending=1)
+        self.waiting.appendleft(sequence)
+        self.preemptions += 1
+
+    def finish(self, sequence: Sequence) -> None:
+        self._vacate(sequence)
+
+    def _vacate(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        self.pages.release(sequence.pages)
+        self.free_slots.append(sequence.slot)
+        sequence.pages, sequence.slot = [], None
+
+    def release_all(self) -> None:
+        for sequence in list(self.running):
+            self._vacate(sequence)
+        for sequence in self.waiting:
+            self._drop(sequence.prefix)
+
+
+# ---------------------------------------------------------------------------------------------------------------- walkers
+
+
+class WrittenWalker:
+    """Base of the walkers that architecture scripts write: weights at fixed addresses, and the rope table.
+
+    A subclass names its `model_types`, fills `specs` and `layers` in `build`, and writes `forward`. `model` may be wrapped by PEFT.
+    `dtype` is what the engine computes in; parameters of another dtype (fp32 masters) are copied at each refresh.
+    """
+
+    model_types: tuple[str, ...] = ()
+    # The rope types whose frequencies do not depend on the sequence's length, so that one table serves all.
+    rope_types = ("default", "linear", "llama3", "yarn")
+
+    def __init__(self, model: torch.nn.Module, dtype: torch.dtype | None = None):
+        base = model.get_base_model() if hasattr(model, "get_base_model") else model
+        if base.config.model_type not in self.model_types:
+            raise ValueError(
+                f"{type(self).__name__} walks {', '.join(self.model_types)}, not {base.config.model_type}; use --walker hf"
+            )
+        embedding = base.get_input_embeddings().weight
+        self.model, self.config = model, base.config
+        self.dtype, self.device = dtype or embedding.dtype, embedding.device
+        self.vocab_size = embedding.shape[0]
+        self.weights = SharedWeights(model, self.dtype, self.device)
+        self.specs: list[AttentionSpec] = []
+        self.layers: list = []
+        self.decoder = base.get_decoder()
+        with torch.no_grad():
+            self.build(self.decoder, base.get_output_embeddings())
+
+    def build(self, decoder: torch.nn.Module, lm_head: torch.nn.Module) -> None:
+        raise NotImplementedError
+
+    def forward(self, tokens_T: Tensor, positions_T: Tensor, attend: Attend) -> Tensor | None:
+        raise NotImplementedError
+
+    def projection(self, *linears: torch.nn.Module) -> Projection:
+        return Projection(self.weights, linears)
+
+    def prepare(self, max_seq_len: int) -> None:
+        self.rope = self.rope_table(self.decoder.rotary_emb, max_seq_len)
+
+    def rope_table(self, rotary: torch.nn.Module, max_seq_len: int) -> tuple[Tensor, Tensor]:
+        """cos and sin `[max_seq_len, rotary_dim]` in fp32, by the model's own rotary module."""
+        if rotary.rope_type not in self.rope_types:
+            raise ValueError(f"rope_type {rotary.rope_type!r} is not supported by {type(self).__name__}; use --walker hf")
+        positions = torch.arange(max_seq_len, device=self.device)[None]
+        cos, sin = rotary(torch.zeros(1, dtype=torch.float32, device=self.device), positions)
+        return cos[0].contiguous(), sin[0].contiguous()
+
+    def refresh(self) -> None:
+        self.weights.refresh()
+
+    def session(self) -> contextlib.AbstractContextManager:
+        return contextlib.nullcontext()
+
+
+HF_ATTENTION = "flex_paged"
+
+
+def _paged_attention_forward(module, query, key, value, attention_mask, scaling=None, attend=None, **options):
+    """The registered attention function: `[1, heads, T, D]` in, `[1, T, heads, D]` out. `attend` comes through the model's kwargs."""
+    q_THD, k_THD, v_THD = (x[0].transpose(0, 1) for x in (query, key, value))
+    options["scaling"] = module.head_dim**-0.5 if scaling is None else scaling
+    return attend(module.layer_idx, q_THD, k_THD, v_THD, **options)[None], None
+
+
+AttentionInterface.register(HF_ATTENTION, _paged_attention_forward)
+AttentionMaskInterface.register(HF_ATTENTION, lambda *args, **kwargs: None)
+
+
+class HFWalker:
+    """Any Hugging Face decoder through its own forward, its attention replaced by `attend`.
+
+    Correct for every architecture that calls its attention through AttentionInterface, and the reference of the written walkers. What
+    the layers are (heads, scale, window, soft cap) is seen in one probing forward.
+    """
+
+    def __init__(self, model: torch.nn.Module):
+        self.model = model
+        parameter = next(model.parameters())
+        self.device, self.dtype = parameter.device, model.get_input_embeddings().weight.dtype
+        self.vocab_size = model.get_input_embeddings().weight.shape[0]
+        self.specs = self._probe()
+
+    def _probe(self) -> list[AttentionSpec]:
+        specs: dict[int, AttentionSpec] = {}
+        keys: dict[int, int] = {}
+
+        def record(layer, q_THD, k_THD, v_THD, scaling, sliding_window=None, softcap=None, **_):
+            store_layer = keys.setdefault(k_THD.data_ptr(), layer)
+            specs[layer] = AttentionSpec(
+                q_THD.shape[1], k_THD.shape[1], q_THD.shape[2], scaling, sliding_window, softcap,
+                store_layer=store_layer if store_layer != layer else None,
+            )  # fmt: skip
+            kept.append(k_THD)  # so that no later layer's keys get the same address
+            return torch.zeros_like(q_THD)
+
+        kept: list[Tensor] = []
+        token = torch.zeros(1, dtype=torch.long, device=self.device)
+        with torch.no_grad(), self.session():
+            self._call(token, token, record)
+        if not specs:
+            raise ValueError(
+                f"{type(self.model).__name__} does not call its attention through transformers' AttentionInterface; "
+                "it needs a written walker"
+            )
+        return [specs[layer] for layer in sorted(specs)]
+
+    def _call(self, tokens_T: Tensor, positions_T: Tensor, attend, keep: Tensor | None = None) -> Tensor:
+        keep = torch.zeros(1, dtype=torch.long, device=self.device) if keep is None else keep
+        return self.model(
+            input_ids=tokens_T[None], position_ids=positions_T[None], use_cache=False, logits_to_keep=keep, attend=attend
+        ).logits[0]
+
+    def forward(self, tokens_T: Tensor, positions_T: Tensor, attend: Attend) -> Tensor | None:
+        def attend_rotated(layer, q_THD, k_THD, v_THD, **_):
+            return attend.rotated(layer, q_THD, k_THD, v_THD)
+
+        if attend.prefill:
+            self._call(tokens_T, positions_T, attend_rotated)
+            return None
+        return self._call(tokens_T, positions_T, attend_rotated, torch.arange(len(tokens_T), device=self.device))
+
+    def prepare(self, max_seq_len: int) -> None:
+        """Nothing to do: the model computes its own positions."""
+
+    def refresh(self) -> None:
+        """Nothing to do: the model's own parameters are read at every step."""
+
+    @contextlib.contextmanager
+    def session(self) -> Iterator[None]:
+        """Evaluation mode and the registered attention; every module and config is put back as it was."""
+        training = [module for module in self.model.modules() if module.training]
+        configs = {id(c): c for m in self.model.modules() if hasattr(c := getattr(m, "config", None), "_attn_implementation")}
+        before = [(config, config._attn_implementation) for config in configs.values()]
+        try:
+            self.model.eval()
+            for config, _ in before:
+                config._attn_implementation = HF_ATTENTION
+            yield
+        finally:
+            for config, implementation in before:
+                config._attn_implementation = implementation
+            for module in training:
+                module.training = True
+
+
+def end_of_sequence_ids(model: torch.nn.Module, tokenizer=None) -> list[int]:
+    """Every id that ends a sequence: of the generation config, the model config and the tokenizer together."""
+    sources = (getattr(model, "generation_config", None), getattr(model, "config", None), tokenizer)
+    ids: set[int] = set()
+    for source in sources:
+        value = getattr(source, "eos_token_id", None)
+        ids.update(value if isinstance(value, (list, tuple)) else [] if value is None else [value])
+    return sorted(ids)

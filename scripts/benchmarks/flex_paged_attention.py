@@ -1,0 +1,550 @@
+"""Paged KV cache and the one `attend` entry of every walker.
+
+Three layers, from the inside out:
+
+* `PageTable`      which physical page belongs to whom (host only, reference counted).
+* `PagedKVCache`   the pools those pages index, and each slot's page list on the device.
+* `Attend`         one forward's view of both: writes K and V, then attends with the chosen backend.
+
+Two kinds of forward exist. A *prefill* packs whole prompts into one flat row of tokens and attends over the packed K and V,
+masked document-causally; it never reads a page. A *decode* has one row per sequence and reads pages only.
+
+Rules that never break (each is asserted or tested):
+page 0 and slot 0 are padding, so a padded row writes only there, attends only there, and stays finite;
+a page is counted once for every holder that can read it, and a shared page is never written;
+page order means nothing, because a page knows its own logical index (`logical_page`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+import flex_kernels
+
+PADDING_PAGE = 0
+PADDING_SLOT = 0
+FLEX_Q_BLOCK = 128  # flex_attention's default sparse block size
+
+
+class OutOfPages(Exception):
+    """Fewer free pages than asked for; nothing was taken."""
+
+
+class PageTable:
+    """Free list and reference counts of `num_pages` physical pages. Page 0 is never handed out."""
+
+    def __init__(self, num_pages: int, page_size: int):
+        if num_pages < 2:
+            raise ValueError(f"num_pages is {num_pages}; page 0 is reserved, so at least 2 are needed")
+        self.num_pages, self.page_size = num_pages, page_size
+        self.free: list[int] = list(range(num_pages - 1, PADDING_PAGE, -1))
+        self.references = np.zeros(num_pages, dtype=np.int32)
+        self.peak_used = 0
+
+    @property
+    def num_free(self) -> int:
+        return len(self.free)
+
+    @property
+    def num_used(self) -> int:
+        return self.num_pages - 1 - len(self.free)
+
+    def pages_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.page_size)
+
+    def allocate(self, count: int) -> list[int]:
+        """`count` pages with one reference each, or OutOfPages."""
+        if count > len(self.free):
+            raise OutOfPages(f"{count} pages asked for, {len(self.free)} free")
+        pages = [self.free.pop() for _ in range(count)]
+        self.references[pages] = 1
+        self.peak_used = max(self.peak_used, self.num_used)
+        return pages
+
+    def share(self, pages: Sequence[int]) -> list[int]:
+        """One more reference on each of `pages`."""
+        assert all(self.references[page] > 0 for page in pages), "sharing a free page"
+        for page in pages:
+            self.references[page] += 1
+        return list(pages)
+
+    def release(self, pages: Sequence[int]) -> None:
+        for page in pages:
+            assert self.references[page] > 0, f"page {page} released twice"
+            self.references[page] -= 1
+            if self.references[page] == 0:
+                self.free.append(page)
+
+    def check(self, holders: Iterable[Sequence[int]] = ()) -> None:
+        """Asserts that every page is either free, once, or counted by exactly the `holders` that list it."""
+        held = Counter(page for pages in holders for page in pages)
+        free = Counter(self.free)
+        for page in range(1, self.num_pages):
+            assert self.references[page] == held[page], f"page {page}: {self.references[page]} counted, {held[page]} held"
+            assert free[page] == (held[page] == 0), f"page {page}: free {free[page]} times, held {held[page]} times"
+        assert held[PADDING_PAGE] == free[PADDING_PAGE] == 0, "the padding page was handed out"
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """One attention layer as the cache sees it. `store_layer` names the layer whose K and V it reads (None: its own).
+
+    `window`: row at position q sees keys k with 0 <= q - k < window. `softcap`: scores become softcap * tanh(scores / softcap).
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    store_layer: int | None = None
+
+
+class PagedKVCache:
+    """K and V pools `[num_kv_heads, num_pages * page_size, head_dim]` for every storing layer, and the slots' page lists.
+
+    Layers of one shape share one allocation `[layers, 2, heads, tokens, head_dim]`.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[AttentionSpec],
+        num_pages: int,
+        page_size: int,
+        num_slots: int,
+        max_seq_len: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ):
+        self.specs, self.page_size, self.num_pages = list(specs), page_size, num_pages
+        self.dtype, self.device, self.max_seq_len = dtype, torch.device(device), max_seq_len
+        self.pages = PageTable(num_pages, page_size)
+        pages_per_slot = self.pages.pages_for(max_seq_len)
+        pinned = self.device.type == "cuda"
+        self.host_table = torch.zeros(num_slots + 1, pages_per_slot, dtype=torch.int32, pin_memory=pinned)
+        self.host_logical = torch.zeros(num_pages, dtype=torch.int32, pin_memory=pinned)
+        self.page_table = torch.zeros_like(self.host_table, device=self.device)
+        self.logical_page = torch.zeros_like(self.host_logical, device=self.device)
+        self.dirty = False
+        self.pools: list[Tensor] = []
+        self.allocate_pools()
+
+    @staticmethod
+    def bytes_per_token(specs: Sequence[AttentionSpec], dtype: torch.dtype) -> int:
+        storing = [spec for spec in specs if spec.store_layer is None]
+        return sum(2 * spec.num_kv_heads * spec.head_dim * dtype.itemsize for spec in storing)
+
+    def allocate_pools(self) -> None:
+        shapes = Counter((spec.num_kv_heads, spec.head_dim) for spec in self.specs if spec.store_layer is None)
+        tokens = self.num_pages * self.page_size
+        blocks = {
+            shape: iter(torch.zeros(layers, 2, shape[0], tokens, shape[1], dtype=self.dtype, device=self.device))
+            for shape, layers in shapes.items()
+        }
+        self.layers: list[Tensor] = []
+        for spec in self.specs:
+            own = spec.store_layer is None
+            self.layers.append(next(blocks[spec.num_kv_heads, spec.head_dim]) if own else self.layers[spec.store_layer])
+
+    def assign(self, slot: int, pages: Sequence[int], start: int = 0) -> None:
+        """Writes `pages` into `slot`'s list from logical index `start` on (on the device at the next `upload`)."""
+        stop = start + len(pages)
+        self.host_table[slot, start:stop] = torch.tensor(pages, dtype=torch.int32)
+        self.host_logical[torch.tensor(pages, dtype=torch.long)] = torch.arange(start, stop, dtype=torch.int32)
+        self.dirty = True
+
+    def upload(self) -> None:
+        if self.dirty:
+            self.page_table.copy_(self.host_table, non_blocking=True)
+            self.logical_page.copy_(self.host_logical, non_blocking=True)
+            self.dirty = False
+
+    def token_slots(self, pages: Sequence[int], num_tokens: int) -> np.ndarray:
+        """Pool index of each of the first `num_tokens` tokens of a sequence that lies in `pages`, int64 `[num_tokens]`."""
+        index = np.arange(num_tokens, dtype=np.int64)
+        return np.asarray(pages, dtype=np.int64)[index // self.page_size] * self.page_size + index % self.page_size
+
+    def copy_pages(self, source: Sequence[int], target: Sequence[int]) -> None:
+        """Copies whole pages, in every layer."""
+        if not source:
+            return
+        source_index = torch.tensor(source, device=self.device)
+        target_index = torch.tensor(target, device=self.device)
+        for spec, kv in zip(self.specs, self.layers):
+            if spec.store_layer is None:
+                paged = kv.unflatten(2, (self.num_pages, self.page_size))
+                paged[:, :, target_index] = paged[:, :, source_index]
+
+
+@dataclass
+class PrefillBatch:
+    """Packed prompts. `lengths` are the documents' token counts in order; the rest of the row up to T is padding."""
+
+    positions_T: Tensor
+    token_slots_T: Tensor
+    lengths: list[int]
+
+    def document_starts(self) -> np.ndarray:
+        """First row of each row's document, int64 `[T]`; the padding is a document of its own."""
+        total = self.positions_T.shape[0]
+        lengths = [*self.lengths, total - sum(self.lengths)]
+        starts = np.cumsum([0, *lengths[:-1]])
+        return np.repeat(starts, lengths)
+
+
+@dataclass
+class DecodeBatch:
+    """One row per sequence; row b sees its keys 0 .. positions[b]. Padded rows have position 0 and an all-zero page list.
+
+    `max_length` bounds the row lengths when the host knows it (None inside a captured graph: the whole page list counts).
+    """
+
+    positions_B: Tensor
+    page_table_BP: Tensor
+    max_length: int | None = None
+
+    def token_slots(self, page_size: int) -> Tensor:
+        page_B = self.page_table_BP.gather(1, (self.positions_B // page_size)[:, None])[:, 0]
+        return page_B.long() * page_size + self.positions_B % page_size
+
+
+@dataclass
+class Attend:
+    """What a walker calls at every layer: `o_TE = attend(layer, qkv_TE, q_norm, k_norm, rope)`."""
+
+    cache: PagedKVCache
+    batch: PrefillBatch | DecodeBatch
+    backend: AttentionBackend
+    packed_kv: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.prefill = isinstance(self.batch, PrefillBatch)
+        self.token_slots_T = (
+            self.batch.token_slots_T if self.prefill else self.batch.token_slots(self.cache.page_size)
+        )
+        self.positions_T = self.batch.positions_T if self.prefill else self.batch.positions_B
+        self.plan = self.backend.plan(self.cache, self.batch)
+
+    def __call__(
+        self,
+        layer: int,
+        qkv_TE: Tensor,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        rope: tuple[Tensor, Tensor],
+        eps: float = 1e-6,
+    ) -> Tensor:
+        """Raw projections `[T, (heads + 2 kv heads) * head_dim]` in, `[T, heads * head_dim]` out.
+
+        `q_norm`, `k_norm`: RMS-norm weights `[head_dim]` over each head, or None. `rope`: cos and sin tables, fp32
+        `[max_seq_len, rotary_dim]`, rotate-half convention.
+        """
+        spec = self.cache.specs[layer]
+        k_pool_HND, v_pool_HND = self.cache.layers[layer]
+        out = flex_kernels.qk_norm_rope_store(
+            qkv_TE, q_norm, k_norm, eps, *rope, self.positions_T, self.token_slots_T, k_pool_HND, v_pool_HND,
+            spec.num_heads, packed_kv=self.prefill,
+        )  # fmt: skip
+        if self.prefill:
+            q_THD, *packed = out
+            o_THD = self.backend.prefill(q_THD, *packed, spec, self.plan)
+        else:
+            o_THD = self.backend.decode(out, k_pool_HND, v_pool_HND, spec, self.plan)
+        return o_THD.flatten(1)
+
+    def rotated(self, layer: int, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor) -> Tensor:
+        """The same for q, k, v that are normed and rotated already; `[T, heads, head_dim]` out."""
+        spec = self.cache.specs[layer]
+        k_pool_HND, v_pool_HND = self.cache.layers[layer]
+        if spec.store_layer is None:
+            k_pool_HND[:, self.token_slots_T] = k_THD.transpose(0, 1)
+            v_pool_HND[:, self.token_slots_T] = v_THD.transpose(0, 1)
+        if self.prefill:
+            return self.backend.prefill(q_THD, k_THD, v_THD, spec, self.plan)
+        return self.backend.decode(q_THD, k_pool_HND, v_pool_HND, spec, self.plan)
+
+
+# ---------------------------------------------------------------------------------------------------- attention backends
+
+
+class AttentionBackend:
+    """Attention over packed documents and over pages. `plan` is what all layers of one forward share."""
+
+    name: str
+
+    def plan(self, cache: PagedKVCache, batch: PrefillBatch | DecodeBatch):
+        raise NotImplementedError
+
+    def prefill(self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, spec: AttentionSpec, plan) -> Tensor:
+        raise NotImplementedError
+
+    def decode(self, q_BHD: Tensor, k_pool_HND: Tensor, v_pool_HND: Tensor, spec: AttentionSpec, plan) -> Tensor:
+        raise NotImplementedError
+
+    def padded_prefill_length(self, num_tokens: int) -> int:
+        """Row count that a packed prefill of `num_tokens` is padded to."""
+        return num_tokens
+
+
+def masked_attention(q_BHQD: Tensor, k_BHKD: Tensor, v_BHKD: Tensor, mask: Tensor | None, spec: AttentionSpec) -> Tensor:
+    """Attention with a boolean mask (True: seen) that broadcasts to `[B, H, Q, K]`; None is causal. Soft cap in fp32."""
+    grouped = q_BHQD.shape[1] != k_BHKD.shape[1]
+    if spec.softcap is None:
+        return F.scaled_dot_product_attention(
+            q_BHQD, k_BHKD, v_BHKD, attn_mask=mask, is_causal=mask is None, scale=spec.scale, enable_gqa=grouped
+        )
+    if grouped:
+        k_BHKD, v_BHKD = (x.repeat_interleave(q_BHQD.shape[1] // x.shape[1], dim=1) for x in (k_BHKD, v_BHKD))
+    if mask is None:
+        mask = torch.ones(q_BHQD.shape[2], k_BHKD.shape[2], dtype=torch.bool, device=q_BHQD.device).tril()
+    scores = (q_BHQD @ k_BHKD.mT).float() * spec.scale
+    scores = (spec.softcap * torch.tanh(scores / spec.softcap)).masked_fill(~mask, float("-inf"))
+    return scores.softmax(-1).to(v_BHKD.dtype) @ v_BHKD
+
+
+class SdpaAttention(AttentionBackend):
+    """Pages gathered, then scaled_dot_product_attention: the reference, and the quickest way on a CPU."""
+
+    name = "sdpa"
+
+    def plan(self, cache: PagedKVCache, batch: PrefillBatch | DecodeBatch):
+        if isinstance(batch, PrefillBatch):
+            return _split_documents(batch)
+        pages = batch.page_table_BP
+        if batch.max_length is not None:
+            pages = pages[:, : cache.pages.pages_for(batch.max_length)]
+        key_position = torch.arange(pages.shape[1] * cache.page_size, device=pages.device)
+        distance_BK = batch.positions_B[:, None] - key_position
+        return pages, distance_BK, cache.page_size
+
+    def prefill(self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, spec: AttentionSpec, documents) -> Tensor:
+        o_THD = torch.zeros_like(q_THD)
+        for rows in documents:
+            q, k, v = (x[rows].transpose(0, 1)[None] for x in (q_THD, k_THD, v_THD))
+            mask = None
+            if spec.window is not None and q.shape[2] > spec.window:
+                index = torch.arange(q.shape[2], device=q.device)
+                distance = index[:, None] - index
+                mask = (distance >= 0) & (distance < spec.window)
+            o_THD[rows] = masked_attention(q, k, v, mask, spec)[0].transpose(0, 1)
+        return o_THD
+
+    def decode(self, q_BHD: Tensor, k_pool_HND: Tensor, v_pool_HND: Tensor, spec: AttentionSpec, plan) -> Tensor:
+        pages_BP, distance_BK, page_size = plan
+        seen_BK = distance_BK >= 0
+        if spec.window is not None:
+            seen_BK = seen_BK & (distance_BK < spec.window)
+        k_BHKD, v_BHKD = (
+            pool.unflatten(1, (-1, page_size))[:, pages_BP].flatten(2, 3).transpose(0, 1)
+            for pool in (k_pool_HND, v_pool_HND)
+        )
+        # The query heads of one KV head are rows of one product: no K or V is repeated.
+        q_BHGD = q_BHD.unflatten(1, (spec.num_kv_heads, -1))
+        return masked_attention(q_BHGD, k_BHKD, v_BHKD, seen_BK[:, None, None], spec).flatten(1, 2)
+
+
+def _split_documents(batch: PrefillBatch) -> list[slice]:
+    bounds = np.cumsum([0, *batch.lengths]).tolist()
+    return [slice(start, stop) for start, stop in zip(bounds, bounds[1:])]
+
+
+@cache
+def _compiled_flex(dynamic: bool):
+    # Every bucket is a compilation of its own; the default limit of 8 would silently fall back to eager flex.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 512)
+    mode = os.environ.get("FLEX_COMPILE_MODE")
+    return torch.compile(flex_attention, dynamic=dynamic, fullgraph=True, mode=mode)
+
+
+def _softcap_score_mod(softcap: float | None):
+    if softcap is None:
+        return None
+    return lambda score, b, h, q, kv: softcap * torch.tanh(score / softcap)
+
+
+class FlexAttention(AttentionBackend):
+    """flex_attention over block masks: document-causal for packed prompts, and a page list per row for decode."""
+
+    name = "flex"
+
+    def __init__(self, decode_options: dict | None = None, prefill_options: dict | None = None):
+        self.decode_options, self.prefill_options = decode_options, prefill_options
+
+    def padded_prefill_length(self, num_tokens: int) -> int:
+        blocks = -(-num_tokens // FLEX_Q_BLOCK)
+        return FLEX_Q_BLOCK * blocks
+
+    def plan(self, cache: PagedKVCache, batch: PrefillBatch | DecodeBatch):
+        """Block masks by window, built on first use and shared by the layers that have that window."""
+        build = document_block_mask if isinstance(batch, PrefillBatch) else paged_block_mask
+        masks: dict[int | None, BlockMask] = {}
+
+        def mask_for(window: int | None) -> BlockMask:
+            if window not in masks:
+                masks[window] = build(cache, batch, window)
+            return masks[window]
+
+        return mask_for
+
+    def prefill(self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, spec: AttentionSpec, mask_for) -> Tensor:
+        q, k, v = (x.transpose(0, 1)[None] for x in (q_THD, k_THD, v_THD))
+        o_1HTD = _compiled_flex(dynamic=q.is_cuda)(
+            q, k, v,
+            score_mod=_softcap_score_mod(spec.softcap),
+            block_mask=mask_for(spec.window),
+            scale=spec.scale,
+            enable_gqa=spec.num_heads != spec.num_kv_heads,
+            kernel_options=self.prefill_options,
+        )  # fmt: skip
+        return o_1HTD[0].transpose(0, 1)
+
+    def decode(self, q_BHD: Tensor, k_pool_HND: Tensor, v_pool_HND: Tensor, spec: AttentionSpec, mask_for) -> Tensor:
+        group = spec.num_heads // spec.num_kv_heads
+        padded_group = 1 << (group - 1).bit_length()
+        q_BHGD = q_BHD.unflatten(1, (spec.num_kv_heads, group))
+        if padded_group != group:
+            # The decode kernel takes power-of-two groups only; others would silently get the long-query kernel.
+            q_BHGD = F.pad(q_BHGD, (0, 0, 0, padded_group - group))
+        options = self.decode_options or default_decode_options(q_BHD)
+        o_BH1D = _compiled_flex(dynamic=False)(
+            q_BHGD.flatten(1, 2)[:, :, None], k_pool_HND[None], v_pool_HND[None],
+            score_mod=_softcap_score_mod(spec.softcap),
+            block_mask=mask_for(spec.window),
+            scale=spec.scale,
+            enable_gqa=padded_group > 1,
+            kernel_options=options,
+        )  # fmt: skip
+        return o_BH1D[:, :, 0].unflatten(1, (spec.num_kv_heads, padded_group))[:, :, :group].flatten(1, 2)
+
+
+def default_decode_options(q_BHD: Tensor) -> dict:
+    if not q_BHD.is_cuda:
+        return {"PARTITION_SIZE": 1}  # other partition sizes have returned wrong values on CPUs
+    return {"BLOCK_N": 64, "num_warps": 4, "num_stages": 3 if q_BHD.shape[-1] <= 128 else 2}
+
+
+def paged_block_mask(cache: PagedKVCache, batch: DecodeBatch, window: int | None) -> BlockMask:
+    """Block mask `[B, 1, 1, pages]` over physical pages, from tensors only, so it can live in a captured graph.
+
+    Pages that a row sees in whole are listed as full blocks and are not masked; the page it is writing, and the one
+    that its window cuts, are partial blocks.
+    """
+    page_size, pages_BP, positions_B = cache.page_size, batch.page_table_BP, batch.positions_B
+    width = pages_BP.shape[1]
+    unused = cache.num_pages - width  # the lowering wants as many columns as the pool has pages
+    index_P = torch.arange(width, device=pages_BP.device)
+    start_B = (positions_B - window + 1).clamp(min=0) if window is not None else torch.zeros_like(positions_B)
+    first_B, last_B = start_B // page_size, positions_B // page_size
+    first_full_B = (start_B + page_size - 1) // page_size
+    full_count_B = ((positions_B + 1) // page_size - first_full_B).clamp(min=0)
+    full_BP = pages_BP.gather(1, (first_full_B[:, None] + index_P).clamp(max=width - 1))
+
+    ends_inside_B = (positions_B + 1) % page_size != 0
+    starts_inside_B = (start_B % page_size != 0) & ~(ends_inside_B & (first_B == last_B))
+    ends_B = torch.stack([torch.where(starts_inside_B, first_B, last_B), last_B], dim=1)
+    partial_BP = F.pad(pages_BP.gather(1, ends_B), (0, cache.num_pages - 2))
+    partial_count_B = starts_inside_B.int() + ends_inside_B.int()
+
+    logical_page = cache.logical_page
+
+    def seen(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        key_position = logical_page[kv // page_size] * page_size + kv % page_size
+        return (key_position <= positions_B[b]) & (key_position >= start_B[b])
+
+    return BlockMask.from_kv_blocks(
+        partial_count_B.int()[:, None, None],
+        partial_BP.int()[:, None, None],
+        full_count_B.int()[:, None, None],
+        F.pad(full_BP, (0, unused)).int()[:, None, None],
+        BLOCK_SIZE=(1, page_size),
+        mask_mod=seen,
+        seq_lengths=(1, cache.num_pages * page_size),
+        compute_q_blocks=False,
+    )
+
+
+def document_block_mask(cache: PagedKVCache, batch: PrefillBatch, window: int | None) -> BlockMask:
+    """Document-causal block mask `[1, 1, T / 128, T / 128]`, computed from the document bounds on the host.
+
+    create_block_mask is not used: compiled for one prompt length and reused at another it has read out of bounds.
+    """
+    block, device = FLEX_Q_BLOCK, batch.positions_T.device
+    starts_T = batch.document_starts()
+    partial, full = document_blocks(starts_T, window, block)
+    document_start = torch.from_numpy(starts_T).to(device, torch.int32)
+    reach = window if window is not None else len(starts_T)
+
+    def seen(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return (kv <= q) & (kv >= document_start[q]) & (q - kv < reach)
+
+    def listed(blocks: np.ndarray) -> tuple[Tensor, Tensor]:
+        order = np.argsort(~blocks, axis=1, kind="stable").astype(np.int32)
+        counts = blocks.sum(1, dtype=np.int32)
+        return (torch.from_numpy(x)[None, None].to(device) for x in (counts, order))
+
+    return BlockMask.from_kv_blocks(
+        *listed(partial), *listed(full), BLOCK_SIZE=block, mask_mod=seen,
+        seq_lengths=(len(starts_T), len(starts_T)), compute_q_blocks=False,
+    )  # fmt: skip
+
+
+def document_blocks(starts_T: np.ndarray, window: int | None, block: int) -> tuple[np.ndarray, np.ndarray]:
+    """Which key blocks each query block sees in part and in whole: two bool `[T / block, T / block]` arrays.
+
+    `starts_T[t]` is the first row of row t's document; T is a multiple of `block`.
+    """
+    count = len(starts_T) // block
+    key_first = np.arange(count) * block
+    key_last, query_first, query_last = key_first + block - 1, key_first[:, None], key_first[:, None] + block - 1
+    reach = window if window is not None else len(starts_T)
+    first_start, last_start = starts_T[query_first], starts_T[query_last]
+    touched = (key_first <= query_last) & (key_last >= np.maximum(first_start, query_first - reach + 1))
+    full = (key_last <= query_first) & (key_first >= last_start) & (query_last - key_first < reach)
+    return touched & ~full, touched & full
+
+
+class TritonAttention(FlexAttention):
+    """The paged decode kernel of flex_kernels; prefill stays with flex."""
+
+    name = "triton"
+
+    def plan(self, cache: PagedKVCache, batch: PrefillBatch | DecodeBatch):
+        if isinstance(batch, PrefillBatch):
+            return super().plan(cache, batch)
+        lengths_B = (batch.positions_B + 1).int()
+        return batch.page_table_BP, lengths_B, cache.page_size, {}
+
+    def decode(self, q_BHD: Tensor, k_pool_HND: Tensor, v_pool_HND: Tensor, spec: AttentionSpec, plan) -> Tensor:
+        pages_BP, lengths_B, page_size, work = plan
+        return flex_kernels.paged_decode_attention(
+            q_BHD, k_pool_HND, v_pool_HND, pages_BP, lengths_B, page_size, spec.scale, spec.window, spec.softcap
+        )
+
+
+def make_backend(
+    name: str, device: torch.device, decode_options: dict | None = None, prefill_options: dict | None = None
+) -> AttentionBackend:
+    """`auto` is the measured choice: triton on a GPU (results/flex_vs_vllm.md), sdpa on a CPU (README)."""
+    on_gpu = torch.device(device).type == "cuda"
+    if name == "auto":
+        name = "triton" if on_gpu else "sdpa"
+    if name == "sdpa":
+        return SdpaAttention()
+    if name == "flex":
+        return FlexAttention(decode_options, prefill_options)
+    if name == "triton":
+        if not on_gpu:
+            raise ValueError("--attention_backend triton needs a CUDA GPU; on a CPU use sdpa or flex")
+        return TritonAttention(decode_options, prefill_options)
+    raise ValueError(f"unknown attention backend {name!r}: auto, flex, triton or sdpa")
