@@ -378,6 +378,8 @@ class FlexEngine:
         if errors and not skip_invalid:
             raise InvalidPromptError(errors)
         sequences = self._sequences(outputs, params)
+        self._require_idle("generate")
+        self.wake_up()
         if sequences:
             with torch.no_grad(), torch.autocast(self.device.type, enabled=False), self.walker.session():
                 self._run(sequences, progress)
@@ -402,10 +404,20 @@ class FlexEngine:
 
     def capture(self, progress: bool = False) -> None:
         """Captures every bucket's graph now instead of at its first use."""
+        self.wake_up()
         if self.use_graphs:
             with torch.no_grad(), torch.autocast(self.device.type, enabled=False), self.walker.session():
                 for bucket in tqdm(self.buckets[::-1], "capturing", disable=None if progress else True):
                     self._graph(bucket)
+
+    def sleep(self) -> None:
+        """Gives the KV pool's memory to whoever needs it next, such as a training step. Graphs stay valid."""
+        self._require_idle("sleep")
+        self.cache.sleep()
+
+    def wake_up(self) -> None:
+        """Takes the KV pool's memory again; `generate` does it by itself."""
+        self.cache.wake_up()
 
     def stats(self) -> EngineStats:
         return replace(self._stats, peak_pages_used=self.cache.pages.peak_used, fallbacks=list(self.fallbacks))
@@ -418,6 +430,10 @@ class FlexEngine:
             kept = {name: getattr(self._stats, name) for name in names}
         self._stats = EngineStats(self.backend.name, self.steps_per_look, self.cache.num_pages - 1, **kept)
         self.cache.pages.peak_used = self.cache.pages.num_used
+
+    def _require_idle(self, name: str) -> None:
+        if self._scheduler is not None:
+            raise RuntimeError(f"{name} was called while the engine is generating")
 
     # ---------------------------------------------------------------------------------------------------------- requests
 

@@ -22,6 +22,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from math import prod
 
 import numpy as np
 import torch
@@ -30,6 +31,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 import flex_kernels
+from flex_memory import DeviceMemory
 
 PADDING_PAGE = 0
 PADDING_SLOT = 0
@@ -114,7 +116,8 @@ class AttentionSpec:
 class PagedKVCache:
     """K and V pools `[num_kv_heads, num_pages * page_size, head_dim]` for every storing layer, and the slots' page lists.
 
-    Layers of one shape share one allocation `[layers, 2, heads, tokens, head_dim]`.
+    `layers[i]` is layer i's `[2, num_kv_heads, tokens, head_dim]`. All pools lie in one allocation, which can be given back and
+    taken again at the same addresses (`sleep`, `wake_up`).
     """
 
     def __init__(
@@ -137,25 +140,46 @@ class PagedKVCache:
         self.page_table = torch.zeros_like(self.host_table, device=self.device)
         self.logical_page = torch.zeros_like(self.host_logical, device=self.device)
         self.dirty = False
-        self.pools: list[Tensor] = []
-        self.allocate_pools()
+        self.layers = self._allocate_pools()
 
     @staticmethod
     def bytes_per_token(specs: Sequence[AttentionSpec], dtype: torch.dtype) -> int:
         storing = [spec for spec in specs if spec.store_layer is None]
         return sum(2 * spec.num_kv_heads * spec.head_dim * dtype.itemsize for spec in storing)
 
-    def allocate_pools(self) -> None:
-        shapes = Counter((spec.num_kv_heads, spec.head_dim) for spec in self.specs if spec.store_layer is None)
+    def _allocate_pools(self) -> list[Tensor]:
+        """Each layer's `[2, heads, tokens, head_dim]`, zeroed: a padded row's stale values must be finite."""
         tokens = self.num_pages * self.page_size
-        blocks = {
-            shape: iter(torch.zeros(layers, 2, shape[0], tokens, shape[1], dtype=self.dtype, device=self.device))
-            for shape, layers in shapes.items()
-        }
-        self.layers: list[Tensor] = []
+        self.pool_bytes = self.bytes_per_token(self.specs, self.dtype) * tokens
+        if self.device.type == "cuda":
+            self.memory = DeviceMemory(self.pool_bytes, self.device)
+            flat = self.memory.tensor((self.pool_bytes // self.dtype.itemsize,), self.dtype)
+        else:
+            self.memory = None
+            flat = torch.empty(self.pool_bytes // self.dtype.itemsize, dtype=self.dtype)
+        flat.zero_()
+        layers: list[Tensor] = []
+        start = 0
         for spec in self.specs:
-            own = spec.store_layer is None
-            self.layers.append(next(blocks[spec.num_kv_heads, spec.head_dim]) if own else self.layers[spec.store_layer])
+            if spec.store_layer is not None:
+                layers.append(layers[spec.store_layer])
+                continue
+            shape = (2, spec.num_kv_heads, tokens, spec.head_dim)
+            layers.append(flat[start : start + prod(shape)].view(shape))
+            start += prod(shape)
+        self.flat = flat
+        return layers
+
+    def sleep(self) -> None:
+        """Gives the pools' memory back to the device; addresses stay reserved, contents are lost."""
+        self.pages.check()  # nothing may be held
+        if self.memory is not None:
+            self.memory.unmap()
+
+    def wake_up(self) -> None:
+        if self.memory is not None and not self.memory.mapped:
+            self.memory.map()
+            self.flat.zero_()
 
     def assign(self, slot: int, pages: Sequence[int], start: int = 0) -> None:
         """Writes `pages` into `slot`'s list from logical index `start` on (on the device at the next `upload`)."""
