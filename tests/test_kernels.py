@@ -1,0 +1,400 @@
+"""Every Triton kernel against its plain reference: interpreted on a CPU, compiled where there is a GPU."""
+
+import math
+
+import pytest
+import torch
+from scipy.stats import chisquare
+
+import flex_kernels as fk
+
+triton = pytest.importorskip("triton")
+import triton.language as tl  # noqa: E402
+import triton.runtime.interpreter as interpreter  # noqa: E402
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+
+@pytest.fixture(autouse=True)
+def set_up(monkeypatch):
+    """Seeded, and with Triton 3.6's interpreter working on NumPy 2.4, which refuses int() of a one-element array."""
+    torch.manual_seed(0)
+    patch_tensor = interpreter._patch_lang_tensor
+
+    def patch_tensor_and_index(tensor, scope):
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch_tensor_and_index)
+
+
+def randn(*shape, dtype=torch.float32, scale=1.0):
+    return (torch.randn(*shape, device=DEVICE) * scale).to(dtype)
+
+
+def assert_close(actual, expected, dtype=None):
+    tolerance = TOLERANCE[dtype or expected.dtype]
+    torch.testing.assert_close(actual.float(), expected.float(), atol=tolerance, rtol=tolerance)
+
+
+# --- rms_norm, silu_mul ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("T, C, with_residual", [(1, 576, True), (3, 100, False), (5, 2560, True)])
+def test_rms_norm(T, C, with_residual, dtype):
+    x, weight = randn(T, 2 * C, dtype=dtype)[:, :C], randn(C, dtype=dtype)
+    residual = randn(T, C, dtype=dtype, scale=30.0) if with_residual else None
+    y, total = fk.rms_norm_triton(x, weight, 1e-6, residual)
+    expected_y, expected_total = fk.rms_norm_reference(x, weight, 1e-6, residual)
+    assert_close(total, expected_total)  # the interpreter truncates to bf16
+    assert_close(y, expected_y)
+
+
+def test_rms_norm_reference_is_hugging_face():
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+
+    norm = Qwen3RMSNorm(96, eps=1e-5).to(torch.bfloat16)
+    norm.weight.data = torch.randn(96).bfloat16()
+    x = torch.randn(4, 96).bfloat16()
+    assert torch.equal(fk.rms_norm_reference(x, norm.weight, 1e-5)[0], norm(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("T, I", [(1, 100), (4, 1536), (3, 1025)])
+def test_silu_mul(T, I, dtype):
+    gate_up = randn(T, 2 * I, dtype=dtype, scale=4.0)
+    assert_close(fk.silu_mul_triton(gate_up), fk.silu_mul_reference(gate_up))
+
+
+# --- qk_norm_rope_store ----------------------------------------------------------------------------------------------
+
+
+def rope_tables(positions, rotary_dim):
+    inverse = 10000.0 ** (-torch.arange(0, rotary_dim, 2, device=DEVICE) / rotary_dim)
+    angles = torch.arange(positions, device=DEVICE)[:, None] * inverse
+    angles = torch.cat((angles, angles), dim=-1)
+    return angles.cos(), angles.sin()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "T, H, HKV, D, R, with_norm, packed_kv",
+    [
+        (3, 4, 2, 128, 128, True, False),
+        (5, 9, 3, 64, 64, False, True),
+        (2, 8, 1, 256, 64, True, True),
+        (1, 5, 1, 80, 32, True, False),
+        (4, 3, 3, 512, 512, True, True),
+    ],
+)
+def test_qk_norm_rope_store(T, H, HKV, D, R, with_norm, packed_kv, dtype):
+    slots = 64
+    qkv = randn(T, (H + 2 * HKV) * D, dtype=dtype)
+    q_norm, k_norm = (randn(D, dtype=dtype), randn(D, dtype=dtype)) if with_norm else (None, None)
+    cos, sin = rope_tables(50, R)
+    positions = torch.randint(0, 50, (T,), device=DEVICE)
+    token_slots = torch.randperm(slots, device=DEVICE)[:T]
+    # A pool whose heads are strided, inside a larger buffer: everything but the T slots must stay as it is.
+    buffers = [randn(HKV + 1, 2, slots, D, dtype=dtype) for _ in range(2)]
+    before = [buffer.clone() for buffer in buffers]
+    expected_buffers = [buffer.clone() for buffer in buffers]
+
+    def run(op, k_buffer, v_buffer):
+        return op(
+            qkv, q_norm, k_norm, 1e-6, cos, sin, positions, token_slots, k_buffer[:HKV, 1], v_buffer[:HKV, 1], H,
+            packed_kv,
+        )
+
+    outputs = run(fk.qk_norm_rope_store_triton, *buffers)
+    expected = run(fk.qk_norm_rope_store_reference, *expected_buffers)
+    for actual, wanted in zip(outputs, expected) if packed_kv else [(outputs, expected)]:
+        assert actual.is_contiguous() and actual.shape == wanted.shape
+        assert_close(actual, wanted)
+    for buffer, wanted, old in zip(buffers, expected_buffers, before):
+        assert_close(buffer, wanted)
+        written = torch.zeros(buffer.shape, dtype=torch.bool, device=DEVICE)
+        written[:HKV, 1, token_slots] = True
+        assert torch.equal(buffer[~written], old[~written])
+        assert not torch.equal(buffer[written], old[written])
+
+
+def test_qk_norm_rope_reference_is_hugging_face():
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_pos_emb
+
+    norm = Qwen3RMSNorm(64)
+    norm.weight = torch.nn.Parameter(torch.randn(64), requires_grad=False)
+    cos, sin = (table.cpu() for table in rope_tables(20, 64))
+    positions = torch.tensor([3, 17, 4])
+    qkv = torch.randn(3, 4 * 64)
+    q, k = qkv.view(3, 4, 64)[:, :2], qkv.view(3, 4, 64)[:, 2:3]
+    q, k = apply_rotary_pos_emb(norm(q)[None], norm(k)[None], cos[positions][None], sin[positions][None], 2)
+    pools = torch.zeros(1, 16, 64), torch.zeros(1, 16, 64)
+    q_ours, k_ours, _ = fk.qk_norm_rope_store_reference(
+        qkv, norm.weight, norm.weight, 1e-6, cos, sin, positions, torch.tensor([1, 2, 3]), *pools, 2, True
+    )
+    torch.testing.assert_close(q_ours, q[0])
+    torch.testing.assert_close(k_ours, k[0])
+
+
+# --- paged decode attention ------------------------------------------------------------------------------------------
+
+
+def paged_case(lengths, H, HKV, D, page_size, dtype, padded=0):
+    """Rows over shuffled pages; what no row may see is NaN. `padded` rows of length 1 sit on page 0."""
+    lengths = list(lengths) + [1] * padded
+    pages_per_row = [-(-length // page_size) for length in lengths]
+    order = (torch.randperm(sum(pages_per_row) + 2) + 1).tolist()
+    table = torch.full((len(lengths), max(pages_per_row) + 1), 2**30, dtype=torch.int32)
+    pools = [torch.full((HKV, (len(order) + 1) * page_size, D), torch.nan, dtype=dtype) for _ in range(2)]
+    for row, (length, count) in enumerate(zip(lengths, pages_per_row)):
+        pages = [0] * count if row >= len(lengths) - padded else [order.pop() for _ in range(count)]
+        table[row, :count] = torch.tensor(pages)
+        n = torch.arange(length)
+        slots = table[row, n // page_size].long() * page_size + n % page_size
+        for pool in pools:
+            pool[:, slots] = torch.randn(HKV, length, D).to(dtype)
+    if padded:
+        table[-padded:] = 0
+    q = torch.randn(len(lengths), H + 1, D).to(dtype)[:, :H]
+    lengths = torch.tensor(lengths, dtype=torch.int32)
+    return [x.to(DEVICE) for x in (q, *pools, table, lengths)]
+
+
+def check_attention(q, k_pool, v_pool, table, lengths, page_size, window=None, softcap=None, **options):
+    scale = q.shape[-1] ** -0.5
+    safe_table = table.where(table < 2**30, 0)
+    expected = fk.paged_decode_attention_reference(
+        q, k_pool, v_pool, safe_table, lengths, page_size, scale, window, softcap
+    )
+    options = fk.DecodeOptions(**({"block_n": 32, "num_stages": 2} | options))
+    plan = fk.decode_attention_plan_triton(lengths, len(k_pool), q.shape[-1], q.dtype, window, options)
+    for _ in range(2):  # a plan serves every layer: the second launch finds the counters at zero again
+        out = fk.paged_decode_attention_triton(
+            q, k_pool, v_pool, table, lengths, page_size, scale, window, softcap, plan
+        )
+        assert out.isfinite().all()
+        assert_close(out, expected)
+    assert not plan.arrivals_BH.any()
+    return plan
+
+
+@pytest.mark.parametrize(
+    "lengths, H, HKV, D, page_size",
+    [
+        ([1], 3, 3, 64, 16),  # group 1
+        ([33, 100], 9, 3, 64, 32),  # group 3
+        ([200, 7, 64], 8, 2, 128, 64),  # group 4
+        ([65, 128, 1, 40, 31], 5, 1, 64, 16),  # group 5
+        ([90, 17], 8, 1, 256, 64),  # group 8
+        ([50], 6, 2, 80, 32),  # head size that is no power of two
+    ],
+)
+def test_paged_decode_attention(lengths, H, HKV, D, page_size):
+    check_attention(*paged_case(lengths, H, HKV, D, page_size, torch.float32, padded=1), page_size)
+
+
+HALF_TYPES = [torch.float16] + ([torch.bfloat16] if DEVICE == "cuda" else [])  # the interpreter has no bf16 dot
+
+
+@pytest.mark.parametrize("dtype", HALF_TYPES)
+def test_paged_decode_attention_half(dtype):
+    check_attention(*paged_case([70, 33, 9], 8, 2, 64, 32, dtype, padded=1), 32, block_n=64)
+
+
+@pytest.mark.parametrize("block_n", [16, 64])
+def test_paged_decode_attention_window(block_n):
+    window, page_size = 32, 16
+    lengths = [window - 1, window, window + 1, 1, 131]
+    check_attention(*paged_case(lengths, 4, 2, 64, page_size, torch.float32), page_size, window=window, block_n=block_n)
+
+
+def test_window_counts_keys():
+    """Length 16 and window 4 see 4 keys: with equal scores the output is the mean of the last 4 values."""
+    _, k_pool, v_pool, table, lengths = paged_case([16], 1, 1, 64, 16, torch.float32)
+    q = torch.zeros(1, 1, 64, device=DEVICE)
+    page = int(table[0, 0]) * 16
+    for op in (fk.paged_decode_attention_triton, fk.paged_decode_attention_reference):
+        out = op(q, k_pool, v_pool, table, lengths, 16, 1.0, window=4)
+        torch.testing.assert_close(out[0, 0], v_pool[0, page + 12 : page + 16].mean(0))
+
+
+def test_paged_decode_attention_softcap():
+    check_attention(*paged_case([70, 5], 4, 2, 64, 32, torch.float32), 32, softcap=2.0)
+
+
+@pytest.mark.parametrize("ctas_per_sm, min_tiles", [(1, 1), (16, 1), (16, 3)])
+def test_decode_plan_covers_every_tile_once(ctas_per_sm, min_tiles):
+    lengths = torch.tensor([1, 700, 64, 65, 33, 1, 300], dtype=torch.int32, device=DEVICE)
+    for window in (None, 100):
+        options = fk.DecodeOptions(block_n=32, ctas_per_sm=ctas_per_sm, min_tiles=min_tiles)
+        plan = fk.decode_attention_plan_triton(lengths, 2, 64, torch.float32, window, options)
+        chunks = [chunk for chunk in plan.chunks_S5.tolist() if chunk[0] >= 0]
+        assert chunks == plan.chunks_S5[: len(chunks)].tolist()
+        sizes = [end - begin for _, begin, end, _, _ in chunks]
+        assert min(sizes) >= 1 and all(a >= b - 1 for a, b in zip(sizes, sizes[1:]))
+        for row, length in enumerate(lengths.tolist()):
+            mine = [chunk for chunk in chunks if chunk[0] == row]
+            first = max(length - window, 0) // 32 if window else 0
+            assert [tile for _, b, e, _, _ in mine for tile in range(b, e)] == list(range(first, -(-length // 32)))
+            assert [chunk[3:] for chunk in mine] == [[i, len(mine)] for i in range(len(mine))]
+
+
+def test_split_rows_agree_with_unsplit():
+    case = paged_case([500, 40], 4, 2, 64, 16, torch.float32)
+    split = check_attention(*case, 16, block_n=16, ctas_per_sm=64)
+    whole = check_attention(*case, 16, block_n=16, min_tiles=1000)
+    assert split.chunks_S5[:, 4].max() > 8 and (whole.chunks_S5[:2, 4] == 1).all()
+
+
+@pytest.mark.gpu
+def test_pool_past_2_31_elements():
+    page_size, D, num_pages = 64, 128, 2**31 // (64 * 128) // 2 + 16
+    k_pool = torch.zeros(3, num_pages * page_size, D, dtype=torch.bfloat16, device="cuda")
+    v_pool = torch.zeros_like(k_pool)
+    assert k_pool.numel() > 2**31
+    table = torch.arange(num_pages - 4, num_pages, dtype=torch.int32, device="cuda")[None]
+    slots = (table[0, :, None].long() * page_size + torch.arange(page_size, device="cuda")).flatten()
+    k_pool[:, slots], v_pool[:, slots] = (randn(3, len(slots), D, dtype=torch.bfloat16) for _ in range(2))
+    cos, sin = rope_tables(300, D)
+    qkv = randn(1, 12 * D, dtype=torch.bfloat16)
+    position = torch.tensor([255], device="cuda")
+    q = fk.qk_norm_rope_store_triton(qkv, None, None, 1e-6, cos, sin, position, slots[-1:], k_pool, v_pool, 6)
+    assert torch.equal(v_pool[:, slots[-1]], qkv.view(12, D)[9:])
+    lengths = torch.tensor([256], dtype=torch.int32, device="cuda")
+    check_attention(q, k_pool, v_pool, table, lengths, page_size, block_n=64)
+
+
+# --- sampling --------------------------------------------------------------------------------------------------------
+
+
+def sampling_args(B, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, position=0):
+    def column(value, dtype):
+        return torch.as_tensor(value, dtype=dtype).expand(B).contiguous().to(DEVICE)
+
+    return (
+        column(temperature, torch.float32), column(top_k, torch.int32), column(top_p, torch.float32),
+        column(min_p, torch.float32), column(seed, torch.int64), column(position, torch.int64),
+    )  # fmt: skip
+
+
+def oracle_kept(logits_V, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
+    """Hugging Face's filters in fp64, with everything tied with the last kept token kept."""
+    scaled = logits_V.double().cpu() / temperature
+    kept = torch.ones_like(scaled, dtype=torch.bool)
+    if top_k:
+        kept = scaled >= scaled.topk(min(top_k, len(scaled))).values[-1]
+    probabilities = scaled.masked_fill(~kept, -torch.inf).softmax(-1)
+    if top_p < 1.0:
+        values, _ = probabilities.sort(descending=True)
+        count = int((values.cumsum(0) < top_p).sum()) + 1
+        kept &= probabilities >= values[min(count, len(values)) - 1]
+        probabilities = scaled.masked_fill(~kept, -torch.inf).softmax(-1)
+    if min_p:
+        kept &= probabilities >= min_p * probabilities.max() * (1 - 1e-6)
+    return kept
+
+
+FILTERS = [
+    {"top_k": 1}, {"top_k": 7}, {"top_k": 300}, {"top_p": 0.3}, {"top_p": 0.95}, {"min_p": 0.1},
+    {"top_k": 20, "top_p": 0.9}, {"top_k": 50, "top_p": 0.95, "min_p": 0.02}, {"top_p": 1e-6}, {},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_sample_against_reference_and_oracle(dtype):
+    V, temperature = 5003, 0.7
+    logits = randn(len(FILTERS), V + 13, dtype=dtype, scale=3.0)[:, :V]
+    args = list(sampling_args(len(FILTERS), temperature, seed=torch.arange(len(FILTERS)) - 3, position=11))
+    for column, (name, off) in enumerate({"top_k": 0, "top_p": 1.0, "min_p": 0.0}.items(), start=1):
+        args[column] = torch.tensor([f.get(name, off) for f in FILTERS], dtype=args[column].dtype, device=DEVICE)
+    tokens, logprobs, full_logprobs = fk.sample_triton(logits, *args)
+    expected = fk.sample_reference(logits, *args)
+    assert torch.equal(tokens, expected[0])
+    torch.testing.assert_close(logprobs, expected[1], atol=2e-4, rtol=1e-5)
+    torch.testing.assert_close(full_logprobs, expected[2], atol=2e-4, rtol=1e-5)
+    for row, filters in enumerate(FILTERS):
+        kept = oracle_kept(logits[row], temperature, **filters)
+        scaled = logits[row].double().cpu() / temperature
+        assert kept[tokens[row]]
+        wanted = scaled[tokens[row]] - scaled[kept].logsumexp(0)
+        assert abs(float(logprobs[row]) - float(wanted)) < 1e-4, filters
+        assert abs(float(full_logprobs[row]) - float(scaled.log_softmax(0)[tokens[row]])) < 1e-4
+
+
+def test_sample_keeps_ties_at_the_threshold():
+    logits = torch.tensor([[2.0, 1.0, 1.0, 1.0, 0.0, -torch.inf]], device=DEVICE)
+    four = math.log(math.exp(2) + 3 * math.exp(1))
+    for op in (fk.sample_triton, fk.sample_reference):
+        for filters in ({"top_k": 2}, {"top_p": 0.6}, {"min_p": math.exp(-1.0)}):
+            for seed in range(6):
+                token, logprob, _ = op(logits, *sampling_args(1, seed=seed, **filters))
+                assert int(token) < 4
+                assert abs(float(logprob) - (float(logits[0, token]) - four)) < 1e-5
+
+
+def test_sample_greedy():
+    logits = randn(3, 9000, dtype=torch.bfloat16)
+    logits[0, [17, 5000, 8999]] = 9.0  # equal: the lowest id wins, also across slices
+    for op in (fk.sample_triton, fk.sample_reference):
+        tokens, logprobs, full_logprobs = op(logits, *sampling_args(3, temperature=0.0, top_k=5, top_p=0.5))
+        assert tokens[0] == 17 and torch.equal(tokens[1:], logits[1:].float().argmax(-1))
+        expected = logits.float().log_softmax(-1).gather(1, tokens[:, None])[:, 0]
+        torch.testing.assert_close(logprobs, expected, atol=1e-4, rtol=1e-5)
+        assert torch.equal(logprobs, full_logprobs)
+
+
+def test_sample_reports_broken_rows():
+    logits = randn(5, 4100)
+    logits[1, 4099], logits[2, 0], logits[3] = torch.nan, torch.inf, -torch.inf
+    logits[4, ::2] = -torch.inf
+    for op in (fk.sample_triton, fk.sample_reference):
+        for filters in ({}, {"top_k": 5, "top_p": 0.5}, {"temperature": 0.0}):
+            tokens, logprobs, full_logprobs = op(logits, *sampling_args(5, **filters))
+            assert (tokens[1:4] == -1).all() and logprobs[1:4].isnan().all() and full_logprobs[1:4].isnan().all()
+            assert tokens[0] >= 0 and tokens[4] % 2 == 1 and logprobs[[0, 4]].isfinite().all()
+
+
+@pytest.mark.parametrize("filters", [{}, {"top_k": 6}, {"top_p": 0.8}, {"min_p": 0.1}, {"top_k": 9, "top_p": 0.9}])
+def test_sample_follows_the_distribution(filters):
+    draws, temperature = 20000, 0.8
+    logits = torch.randn(12, device=DEVICE)
+    args = sampling_args(draws, temperature, seed=torch.arange(draws) // 100, position=torch.arange(draws) % 100, **filters)
+    tokens, logprobs, _ = fk.sample_reference(logits.expand(draws, -1), *args)
+    kept = oracle_kept(logits, temperature, **filters)
+    probabilities = (logits.double().cpu() / temperature).masked_fill(~kept, -torch.inf).softmax(-1)
+    counts = torch.bincount(tokens.cpu(), minlength=12)
+    assert counts[~kept].sum() == 0
+    assert chisquare(counts[kept].numpy(), (probabilities[kept] * draws).numpy()).pvalue > 1e-3
+    torch.testing.assert_close(logprobs.cpu().double(), probabilities.log()[tokens.cpu()], atol=1e-5, rtol=1e-5)
+
+
+@triton.jit
+def _noise_kernel(out_ptr, seed_ptr, position_ptr, V, BLOCK: tl.constexpr):
+    tokens = tl.arange(0, BLOCK)
+    row = tl.program_id(0)
+    noise = fk._gumbel_noise(tl.load(seed_ptr + row), tl.load(position_ptr + row), tokens)
+    tl.store(out_ptr + row * V + tokens, noise, mask=tokens < V)
+
+
+def test_noise_is_the_same_in_kernel_and_reference():
+    seeds = torch.tensor([0, -1, 2**62 + 5, 7], device=DEVICE)
+    positions = torch.tensor([0, 3, 2**40, 2047], device=DEVICE)
+    noise = torch.empty(4, 1000, device=DEVICE)
+    _noise_kernel[(4,)](noise, seeds, positions, 1000, BLOCK=1024)
+    torch.testing.assert_close(noise, fk.gumbel_noise_reference(seeds, positions, 1000), atol=1e-6, rtol=1e-5)
+
+
+def test_noise_is_independent_across_seeds_positions_and_tokens():
+    seeds, positions = torch.arange(30).repeat_interleave(30), torch.arange(30).repeat(30)
+    noise = fk.gumbel_noise_reference(seeds, positions, 500)
+    assert noise.isfinite().all()
+    assert len(noise.unique(dim=0)) == 900
+    uniform = torch.exp(-torch.exp(-noise.double())) - 0.5
+    assert abs(float(uniform.mean())) < 5 * math.sqrt(1 / 12 / uniform.numel())
+    grid = uniform.view(30, 30, 500) * math.sqrt(12)
+    for shifted, kept in [(grid[1:], grid[:-1]), (grid[:, 1:], grid[:, :-1]), (grid[..., 1:], grid[..., :-1])]:
+        assert abs(float((shifted * kept).mean())) < 5 / math.sqrt(kept.numel())
+    alone = fk.gumbel_noise_reference(seeds[7:8], positions[7:8], 500)
+    assert torch.equal(alone[0], noise[7])  # the other rows of the batch don't matter
