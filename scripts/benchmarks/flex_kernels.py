@@ -333,10 +333,10 @@ class DecodeOptions:
 def default_decode_options(head_dim: int, dtype: torch.dtype) -> DecodeOptions:
     """Options that fit the shared memory and registers of Hopper for a head size."""
     if dtype == torch.float32:  # IEEE dots run on the plain ALUs: for checking numerics, not for speed
-        return DecodeOptions(block_n=32 if head_dim <= 128 else 16, num_stages=2)
+        return DecodeOptions(block_n=16, num_stages=2)
     if head_dim <= 128:
         return DecodeOptions()
-    return DecodeOptions(block_n=64 if head_dim <= 256 else 32, num_warps=8, num_stages=2, ctas_per_sm=2)
+    return DecodeOptions(block_n=32, num_warps=4 if head_dim <= 256 else 8, ctas_per_sm=2)
 
 
 @dataclass(frozen=True)
@@ -475,6 +475,16 @@ def paged_decode_attention_reference(
 
 
 @_jit
+def _tile_pages(page_table_ptr, tile, length, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The page of a tile's keys: one for all if a tile fits into a page, else one for each key."""
+    if BLOCK_N <= PAGE_SIZE:
+        return tl.load(page_table_ptr + tile * BLOCK_N // PAGE_SIZE, mask=tile * BLOCK_N < length, other=0)
+    else:
+        n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        return tl.load(page_table_ptr + n // PAGE_SIZE, mask=n < length, other=0)
+
+
+@_jit
 def _paged_decode_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, page_table_ptr, lengths_ptr, chunks_ptr, arrivals_ptr, partial_out_ptr,
     partial_lse_ptr, scale, softcap, q_stride_b, q_stride_h, k_stride_h, k_stride_n, v_stride_h, v_stride_n,
@@ -504,17 +514,17 @@ def _paged_decode_kernel(
     v_ptr += kv_head.to(tl.int64) * v_stride_h
     page_table_ptr += row.to(tl.int64) * table_stride
 
+    # The next tile's pages are loaded one tile ahead: behind an address that is still in flight, K and V loads could not
+    # be pipelined.
+    next_page = _tile_pages(page_table_ptr, begin, length, PAGE_SIZE, BLOCK_N)
     running_max = tl.full([BLOCK_G], -float("inf"), tl.float32)
-    running_sum = tl.zeros([BLOCK_G], tl.float32)
+    weight_sums = tl.zeros([BLOCK_G, BLOCK_N], tl.float32)  # summed over the tile's width once, after the loop
     acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
     for tile in tl.range(begin, end, num_stages=NUM_STAGES):
         n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
         visible = n < length
-        if BLOCK_N <= PAGE_SIZE:
-            page = tl.load(page_table_ptr + tile * BLOCK_N // PAGE_SIZE).to(tl.int64)
-        else:
-            page = tl.load(page_table_ptr + n // PAGE_SIZE, mask=visible, other=0).to(tl.int64)
-        slot = page * PAGE_SIZE + n % PAGE_SIZE
+        slot = next_page.to(tl.int64) * PAGE_SIZE + n % PAGE_SIZE
+        next_page = _tile_pages(page_table_ptr, tile + 1, length, PAGE_SIZE, BLOCK_N)
         mask_nd = visible[:, None] & (d < D)[None, :]
         # A slot past the length may hold anything: K is masked to spare the read, V because 0 * NaN is NaN.
         k = tl.load(k_ptr + slot[:, None] * k_stride_n + d[None, :], mask=mask_nd, other=0.0)
@@ -529,11 +539,12 @@ def _paged_decode_kernel(
         new_max = tl.maximum(running_max, tl.max(scores, axis=1))
         weights = tl.exp2(scores - new_max[:, None])
         decay = tl.exp2(running_max - new_max)
-        running_sum = running_sum * decay + tl.sum(weights, axis=1)
+        weight_sums = weight_sums * decay[:, None] + weights
         v = tl.load(v_ptr + slot[:, None] * v_stride_n + d[None, :], mask=mask_nd, other=0.0)
         acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
         running_max = new_max
 
+    running_sum = tl.sum(weight_sums, axis=1)
     acc = acc / running_sum[:, None]
     out_ptrs = out_ptr + ((row * HKV + kv_head) * G + g)[:, None] * D + d[None, :]
     if count == 1:
