@@ -398,3 +398,36 @@ def test_noise_is_independent_across_seeds_positions_and_tokens():
         assert abs(float((shifted * kept).mean())) < 5 / math.sqrt(kept.numel())
     alone = fk.gumbel_noise_reference(seeds[7:8], positions[7:8], 500)
     assert torch.equal(alone[0], noise[7])  # the other rows of the batch don't matter
+
+
+# --- skinny matrix products ------------------------------------------------------------------------------------------
+
+
+def small_options(split_k):
+    return fk.LinearOptions(block_n=64, block_k=32, split_k=split_k, num_stages=2)
+
+
+@pytest.mark.parametrize("dtype", HALF_TYPES)
+@pytest.mark.parametrize("T, N, K, split_k", [(1, 64, 64, 1), (5, 100, 200, 2), (17, 130, 96, 3)])
+def test_linear(T, N, K, split_k, dtype):
+    x, weight = randn(T, K, dtype=dtype), randn(N, K, dtype=dtype, scale=K**-0.5)
+    bias, residual = randn(N, dtype=dtype), randn(T, N, dtype=dtype)
+    for extra in ((), (bias,), (None, residual), (bias, residual)):
+        expected = fk.linear_reference(x, weight, *extra)
+        for _ in range(2):  # the second launch finds the counters at zero again
+            assert_close(fk.linear_triton(x, weight, *extra, options=small_options(split_k)), expected)
+
+
+@pytest.mark.parametrize("T, I, K, split_k", [(1, 64, 64, 1), (5, 100, 200, 2)])
+def test_gate_up_silu(T, I, K, split_k):
+    x, weight = randn(T, K, dtype=torch.float16), randn(2 * I, K, dtype=torch.float16, scale=K**-0.5)
+    assert_close(fk.gate_up_silu_triton(x, weight, small_options(split_k)), fk.gate_up_silu_reference(x, weight))
+
+
+@pytest.mark.parametrize("T, N, K, split_k", [(1, 64, 64, 1), (5, 100, 200, 4)])
+def test_linear_add_norm(T, N, K, split_k):
+    x, weight = randn(T, K, dtype=torch.float16), randn(N, K, dtype=torch.float16, scale=K**-0.5)
+    residual, norm_weight = randn(T, N, dtype=torch.float16), randn(N, dtype=torch.float16)
+    outputs = fk.linear_add_norm_triton(x, weight, residual, norm_weight, 1e-6, small_options(split_k))
+    for actual, wanted in zip(outputs, fk.linear_add_norm_reference(x, weight, residual, norm_weight, 1e-6)):
+        assert_close(actual, wanted)
