@@ -21,7 +21,7 @@ import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache as memoize
 from math import prod
 
 import numpy as np
@@ -383,7 +383,7 @@ def _split_documents(batch: PrefillBatch) -> list[slice]:
     return [slice(start, stop) for start, stop in zip(bounds, bounds[1:])]
 
 
-@cache
+@memoize
 def _compiled_flex(dynamic: bool):
     # Every bucket is a compilation of its own; the default limit of 8 would silently fall back to eager flex.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 512)
@@ -412,14 +412,7 @@ class FlexAttention(AttentionBackend):
     def plan(self, cache: PagedKVCache, batch: PrefillBatch | DecodeBatch):
         """Block masks by window, built on first use and shared by the layers that have that window."""
         build = document_block_mask if isinstance(batch, PrefillBatch) else paged_block_mask
-        masks: dict[int | None, BlockMask] = {}
-
-        def mask_for(window: int | None) -> BlockMask:
-            if window not in masks:
-                masks[window] = build(cache, batch, window)
-            return masks[window]
-
-        return mask_for
+        return memoize(lambda window: build(cache, batch, window))
 
     def prefill(self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, spec: AttentionSpec, mask_for) -> Tensor:
         q, k, v = (x.transpose(0, 1)[None] for x in (q_THD, k_THD, v_THD))
@@ -491,7 +484,7 @@ def paged_block_mask(cache: PagedKVCache, batch: DecodeBatch, window: int | None
         partial_BP.int()[:, None, None],
         full_count_B.int()[:, None, None],
         F.pad(full_BP, (0, unused)).int()[:, None, None],
-        BLOCK_SIZE=(1, page_size),
+        BLOCK_SIZE=(FLEX_Q_BLOCK, page_size),  # the decode kernel's tile of padded queries must divide the first
         mask_mod=seen,
         seq_lengths=(1, cache.num_pages * page_size),
         compute_q_blocks=False,
@@ -543,17 +536,29 @@ class TritonAttention(FlexAttention):
 
     name = "triton"
 
+    def __init__(self, decode_options: dict | None = None, prefill_options: dict | None = None):
+        super().__init__(None, prefill_options)
+        self.kernel_options = flex_kernels.DecodeOptions(**decode_options) if decode_options else None
+
     def plan(self, cache: PagedKVCache, batch: PrefillBatch | DecodeBatch):
         if isinstance(batch, PrefillBatch):
             return super().plan(cache, batch)
         lengths_B = (batch.positions_B + 1).int()
-        return batch.page_table_BP, lengths_B, cache.page_size, {}
+
+        @memoize
+        def work_for(window: int | None, num_kv_heads: int, head_dim: int) -> flex_kernels.DecodePlan:
+            return flex_kernels.decode_attention_plan(
+                lengths_B, num_kv_heads, head_dim, cache.dtype, window, self.kernel_options
+            )
+
+        return batch.page_table_BP, lengths_B, cache.page_size, work_for
 
     def decode(self, q_BHD: Tensor, k_pool_HND: Tensor, v_pool_HND: Tensor, spec: AttentionSpec, plan) -> Tensor:
-        pages_BP, lengths_B, page_size, work = plan
+        pages_BP, lengths_B, page_size, work_for = plan
         return flex_kernels.paged_decode_attention(
-            q_BHD, k_pool_HND, v_pool_HND, pages_BP, lengths_B, page_size, spec.scale, spec.window, spec.softcap
-        )
+            q_BHD, k_pool_HND, v_pool_HND, pages_BP, lengths_B, page_size, spec.scale, spec.window, spec.softcap,
+            work_for(spec.window, spec.num_kv_heads, spec.head_dim),
+        )  # fmt: skip
 
 
 def make_backend(
