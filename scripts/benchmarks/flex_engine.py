@@ -25,7 +25,7 @@ import secrets
 import time
 import warnings
 from collections import deque
-from collections.abc import Iterator, Sequence as SequenceOf
+from collections.abc import Callable, Iterator, Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -46,7 +46,9 @@ from flex_paged_attention import (
     PrefillBatch,
     make_backend,
 )
-from flex_weights import Projection, SharedWeights
+from flex_lora import Adapters
+from flex_nf4 import compute_dtype, keep_storage_layout
+from flex_weights import SharedWeights
 
 # ------------------------------------------------------------------------------------------------------ requests, results
 
@@ -244,8 +246,9 @@ class Walker(Protocol):
     def forward(self, tokens_T: Tensor, positions_T: Tensor, attend: Attend) -> Tensor | None:
         """Logits `[T, vocab]` of a decode; None of a prefill, which is run for its keys and values alone."""
 
-    def refresh(self) -> None:
-        """Takes over weights that have changed or moved since the last call."""
+    def refresh(self) -> bool:
+        """Takes over weights that have changed or moved since the last call. True if the forward now reads other addresses, so
+        that captured graphs are stale."""
 
     def session(self) -> contextlib.AbstractContextManager:
         """Whatever must hold of the model while it is walked, undone afterwards."""
@@ -398,7 +401,8 @@ class FlexEngine:
         """Takes over the trainer's current weights, adapter or full; call it after every optimizer step."""
         started = time.perf_counter()
         with torch.no_grad():
-            self.walker.refresh()
+            if self.walker.refresh():
+                self.graphs.clear()
         self._synchronize()
         self._stats.refresh_seconds += time.perf_counter() - started
 
@@ -821,14 +825,15 @@ class WrittenWalker:
     """Base of the walkers that architecture scripts write: weights at fixed addresses, and the rope table.
 
     A subclass names its `model_types`, fills `specs` and `layers` in `build`, and writes `forward`. `model` may be wrapped by PEFT.
-    `dtype` is what the engine computes in; parameters of another dtype (fp32 masters) are copied at each refresh.
+    `dtype` is what the engine computes in; parameters of another dtype (fp32 masters) are copied at each refresh. `lora_mode`:
+    "merged" or "active" (flex_lora).
     """
 
     model_types: tuple[str, ...] = ()
     # The rope types whose frequencies do not depend on the sequence's length, so that one table serves all.
     rope_types = ("default", "linear", "llama3", "yarn")
 
-    def __init__(self, model: torch.nn.Module, dtype: torch.dtype | None = None):
+    def __init__(self, model: torch.nn.Module, dtype: torch.dtype | None = None, lora_mode: str | None = None):
         base = model.get_base_model() if hasattr(model, "get_base_model") else model
         if base.config.model_type not in self.model_types:
             raise ValueError(
@@ -836,14 +841,23 @@ class WrittenWalker:
             )
         embedding = base.get_input_embeddings().weight
         self.model, self.config = model, base.config
-        self.dtype, self.device = dtype or embedding.dtype, embedding.device
+        self.dtype, self.device = dtype or compute_dtype(model) or embedding.dtype, embedding.device
+        keep_storage_layout(model)
         self.vocab_size = embedding.shape[0]
-        self.weights = SharedWeights(model, self.dtype, self.device)
+        self.base, self.decoder, self.lora_mode = base, base.get_decoder(), lora_mode
+        self._build()
+
+    def _build(self) -> None:
+        self.is_built = False
         self.specs: list[AttentionSpec] = []
         self.layers: list = []
-        self.decoder = base.get_decoder()
+        self.weights = SharedWeights(self.model, self.dtype, self.device)
+        self.adapters = Adapters(self.model, self.weights, self.lora_mode)
         with torch.no_grad():
-            self.build(self.decoder, base.get_output_embeddings())
+            self.build(self.decoder, self.base.get_output_embeddings())
+            self.adapters.check()
+            self.adapters.refresh()
+        self.is_built = True
 
     def build(self, decoder: torch.nn.Module, lm_head: torch.nn.Module) -> None:
         raise NotImplementedError
@@ -851,8 +865,13 @@ class WrittenWalker:
     def forward(self, tokens_T: Tensor, positions_T: Tensor, attend: Attend) -> Tensor | None:
         raise NotImplementedError
 
-    def projection(self, *linears: torch.nn.Module) -> Projection:
-        return Projection(self.weights, linears)
+    def projection(self, *linears: torch.nn.Module) -> Callable[[Tensor], Tensor]:
+        """One product for linears that read the same input: `[T, K] -> [T, N]`, with whatever LoRA they carry."""
+        return self.adapters.projection(linears)
+
+    def embedding(self, module: torch.nn.Module) -> Callable[[Tensor], Tensor]:
+        """`[T] -> [T, C]`."""
+        return self.adapters.embedding(module)
 
     def prepare(self, max_seq_len: int) -> None:
         self.rope = self.rope_table(self.decoder.rotary_emb, max_seq_len)
@@ -865,8 +884,14 @@ class WrittenWalker:
         cos, sin = rotary(torch.zeros(1, dtype=torch.float32, device=self.device), positions)
         return cos[0].contiguous(), sin[0].contiguous()
 
-    def refresh(self) -> None:
+    def refresh(self) -> bool:
+        """Takes over the trainer's state; builds anew where PEFT has wrapped, unwrapped or switched something since."""
+        if not self.is_built or self.adapters.changed():
+            self._build()
+            return True
         self.weights.refresh()
+        self.adapters.refresh()
+        return False
 
     def session(self) -> contextlib.AbstractContextManager:
         return contextlib.nullcontext()
@@ -942,8 +967,9 @@ class HFWalker:
     def prepare(self, max_seq_len: int) -> None:
         """Nothing to do: the model computes its own positions."""
 
-    def refresh(self) -> None:
+    def refresh(self) -> bool:
         """Nothing to do: the model's own parameters are read at every step."""
+        return False
 
     @contextlib.contextmanager
     def session(self) -> Iterator[None]:

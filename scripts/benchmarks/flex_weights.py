@@ -2,18 +2,32 @@
 
 A captured graph reads a weight at one address for ever, and q, k, v run as one matmul only if they lie in one storage. So
 the engine gives each weight a *slot* and makes the model's own parameter a view of it (`parameter.data = slot`). The optimizer,
-gradient checkpointing, PEFT, save and load keep working on the parameter; what silently moves it (`.to(dtype)`, `.half()`,
-`load_state_dict(assign=True)`, a safe merge) is found at the next `refresh`.
+gradient checkpointing, PEFT, save and load keep working on the parameter; what silently moves it (`.to(dtype)`, `.half()`, a
+safe merge) or puts another in its place (`load_state_dict(assign=True)`) is found at the next `refresh`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-import flex_kernels
+
+@dataclass(eq=False)
+class Slot:
+    """The engine's room for one weight, and every place where the model keeps the parameter; several if it is tied."""
+
+    tensor: Tensor
+    owners: list[tuple[nn.Module, str]]
+
+    def parameters(self) -> list[nn.Parameter]:
+        """One, unless a tied weight's places were given parameters of their own."""
+        return list({id(p): p for p in (module._parameters[name] for module, name in self.owners)}.values())
+
+    def holds(self, parameter: nn.Parameter) -> bool:
+        return parameter.data_ptr() == self.tensor.data_ptr() and parameter.dtype == self.tensor.dtype
 
 
 class SharedWeights:
@@ -21,70 +35,118 @@ class SharedWeights:
 
     def __init__(self, model: nn.Module, dtype: torch.dtype, device: torch.device):
         self.model, self.dtype, self.device = model, dtype, torch.device(device)
-        self.slots: dict[nn.Parameter, Tensor] = {}
+        self.slots: dict[int, Slot] = {}
+        self._owners: dict[int, list[tuple[nn.Module, str]]] = {}
+        for module in model.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    self._owners.setdefault(id(parameter), []).append((module, name))
+
+    def empty(self, *shape: int) -> Tensor:
+        return torch.empty(*shape, dtype=self.dtype, device=self.device)
+
+    def holds(self, parameter: nn.Parameter) -> bool:
+        return id(parameter) in self.slots
 
     def hold(self, parameter: nn.Parameter) -> Tensor:
         """The slot of one parameter: its own storage, or a copy where dtype or device differ."""
-        if parameter not in self.slots:
-            self._refuse_sharded(parameter)
+        if id(parameter) not in self.slots:
+            self.refuse_sharded(parameter)
             shared = parameter.dtype == self.dtype and parameter.device == self.device
-            self.slots[parameter] = parameter.data if shared else parameter.data.to(self.device, self.dtype)
-        return self.slots[parameter]
+            self._add(parameter, parameter.data if shared else parameter.data.to(self.device, self.dtype))
+        return self.slots[id(parameter)].tensor
 
-    def pack(self, parameters: Sequence[nn.Parameter]) -> Tensor:
-        """One slot for several parameters, stacked along the first axis; each becomes a view of its part."""
-        if len(parameters) == 1:
+    def place(self, parameter: nn.Parameter, room: Tensor) -> None:
+        """Makes `room`, which the caller has allocated, the parameter's slot."""
+        if id(parameter) in self.slots:
+            raise ValueError(f"{self.name_of(parameter)} is used by two projections, which the rollout engine can't pack")
+        self.refuse_sharded(parameter)
+        self._take_over(parameter, self._add(parameter, room))
+
+    def pack(self, parameters: Sequence[nn.Parameter], extra_rows: int = 0) -> Tensor:
+        """One storage for several parameters, stacked along the first axis, above `extra_rows` rows of zeros for the caller."""
+        if len(parameters) == 1 and not extra_rows:
             return self.hold(parameters[0])
-        for parameter in parameters:
-            self._refuse_sharded(parameter)
         rows = [parameter.shape[0] for parameter in parameters]
-        packed = torch.empty(sum(rows), *parameters[0].shape[1:], dtype=self.dtype, device=self.device)
-        for parameter, slot in zip(parameters, packed.split(rows)):
-            self.slots[parameter] = slot
-            self._take_over(parameter, slot)
+        packed = self.empty(sum(rows) + extra_rows, *parameters[0].shape[1:])
+        packed[sum(rows) :] = 0
+        for parameter, room in zip(parameters, packed.split([*rows, extra_rows])):
+            self.place(parameter, room)
+        return packed
+
+    def pack_bias(self, linears: Sequence[nn.Module]) -> Tensor | None:
+        """The biases of several linears in one storage, zero where one has none; None if none has one."""
+        biases = [linear.bias for linear in linears]
+        if all(bias is None for bias in biases):
+            return None
+        if len(biases) == 1:
+            return self.hold(biases[0])
+        rows = [linear.out_features for linear in linears]
+        packed = self.empty(sum(rows)).zero_()
+        for bias, room in zip(biases, packed.split(rows)):
+            if bias is not None:
+                self.place(bias, room)
         return packed
 
     @torch.no_grad()
     def refresh(self) -> None:
         """Brings every slot up to date. A parameter that lies in its slot costs one pointer comparison."""
-        for parameter, slot in self.slots.items():
-            if parameter.data_ptr() != slot.data_ptr() or parameter.dtype != slot.dtype:
-                self._refuse_sharded(parameter)
-                self._take_over(parameter, slot)
+        for slot in self.slots.values():
+            current = slot.parameters()
+            moved = [parameter for parameter in current if not slot.holds(parameter)]
+            if moved:
+                others = (parameter for parameter in current if parameter is not moved[0])
+                if any(not torch.equal(other.data.to(moved[0]), moved[0].data) for other in others):
+                    raise ValueError(f"{self.name_of(moved[0])} was tied to another weight and now differs from it")
+                for parameter in moved:
+                    self.refuse_sharded(parameter)
+                    self._take_over(parameter, slot)
+
+    def _add(self, parameter: nn.Parameter, room: Tensor) -> Slot:
+        if id(parameter) not in self._owners:
+            raise ValueError(f"a weight of shape {tuple(parameter.shape)} is no parameter of the model, so it can't be shared")
+        self.slots[id(parameter)] = Slot(room, self._owners[id(parameter)])
+        return self.slots[id(parameter)]
 
     @torch.no_grad()
-    def _take_over(self, parameter: nn.Parameter, slot: Tensor) -> None:
-        if parameter.shape != slot.shape:
-            raise ValueError(f"{self._name(parameter)}: shape {tuple(parameter.shape)} was {tuple(slot.shape)} before")
-        slot.copy_(parameter)
-        if parameter.dtype == slot.dtype and parameter.device == slot.device:
-            parameter.data = slot
+    def _take_over(self, parameter: nn.Parameter, slot: Slot) -> None:
+        if parameter.shape != slot.tensor.shape or parameter.is_floating_point() != slot.tensor.is_floating_point():
+            now, before = (f"{tuple(t.shape)} {t.dtype}" for t in (parameter, slot.tensor))
+            raise ValueError(f"{self.name_of(parameter)}: shape and dtype {now} can't follow {before}")
+        slot.tensor.copy_(parameter)
+        if parameter.dtype == slot.tensor.dtype and parameter.device == slot.tensor.device:
+            parameter.data = slot.tensor
 
-    def _refuse_sharded(self, parameter: nn.Parameter) -> None:
+    def refuse_sharded(self, parameter: nn.Parameter) -> None:
         sharded = type(parameter.data).__name__ == "DTensor" or hasattr(parameter, "ds_id")
         if sharded or parameter.is_meta or parameter.numel() == 0:
             kind = "sharded (FSDP or ZeRO-3)" if sharded or not parameter.is_meta else "on the meta device"
-            raise ValueError(f"{self._name(parameter)} is {kind}; the rollout engine needs whole weights")
+            raise ValueError(f"{self.name_of(parameter)} is {kind}; the rollout engine needs whole weights")
 
-    def _name(self, parameter: nn.Parameter) -> str:
+    def name_of(self, parameter: nn.Parameter) -> str:
         return next((name for name, p in self.model.named_parameters() if p is parameter), "a parameter")
 
 
-def base_linear(module: nn.Module) -> nn.Module:
-    """The linear itself where PEFT has wrapped it."""
-    return getattr(module, "base_layer", module)
-
-
+@dataclass(eq=False)
 class Projection:
     """y = x Wᵀ + b, where W stacks the weights of one or more linears that read the same input."""
 
-    def __init__(self, weights: SharedWeights, linears: Sequence[nn.Module]):
-        bases = [base_linear(linear) for linear in linears]
-        self.weight = weights.pack([linear.weight for linear in bases])
-        biases = [linear.bias for linear in bases if linear.bias is not None]
-        if biases and len(biases) != len(bases):
-            raise ValueError("projections that are packed together must all have a bias, or none")
-        self.bias = weights.pack(biases) if biases else None
+    weight: Tensor
+    bias: Tensor | None
+
+    @classmethod
+    def of(cls, weights: SharedWeights, linears: Sequence[nn.Module]) -> Projection:
+        return cls(weights.pack([linear.weight for linear in linears]), weights.pack_bias(linears))
 
     def __call__(self, x_TK: Tensor) -> Tensor:
         return nn.functional.linear(x_TK, self.weight, self.bias)
+
+
+@dataclass(eq=False)
+class Embedding:
+    """The rows of a table."""
+
+    weight: Tensor
+
+    def __call__(self, tokens_T: Tensor) -> Tensor:
+        return nn.functional.embedding(tokens_T, self.weight)

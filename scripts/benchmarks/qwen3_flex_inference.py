@@ -13,7 +13,6 @@ import sys
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flex_cli import build_parser, run_script
@@ -43,7 +42,7 @@ class Qwen3Walker(WrittenWalker):
         config = self.config
         hold, projection = self.weights.hold, self.projection
         self.eps = config.rms_norm_eps
-        self.embedding = hold(decoder.embed_tokens.weight)
+        self.embed = self.embedding(decoder.embed_tokens)
         for layer in decoder.layers:
             attention, mlp = layer.self_attn, layer.mlp
             self.specs.append(
@@ -68,7 +67,7 @@ class Qwen3Walker(WrittenWalker):
         self.lm_head = projection(lm_head)
 
     def forward(self, tokens_T: Tensor, positions_T: Tensor, attend: Attend) -> Tensor | None:
-        x_TC, residual_TC = F.embedding(tokens_T, self.embedding), None
+        x_TC, residual_TC = self.embed(tokens_T), None
         for index, layer in enumerate(self.layers):
             x_TC, residual_TC = rms_norm(x_TC, layer.input_norm, self.eps, residual_TC)
             x_TC = attend(index, layer.qkv(x_TC), layer.q_norm, layer.k_norm, self.rope, self.eps)

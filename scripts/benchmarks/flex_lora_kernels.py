@@ -1,0 +1,189 @@
+"""Triton kernels of the LoRA modes, each beside a plain PyTorch reference of the same signature (as in flex_kernels.py).
+
+Shape suffixes: T tokens, K input features, N output features of a packed projection, R rank (padded to a power of two of at
+least 16), P parts of a projection (q, k, v are three).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # no Triton wheel for this platform: the references run instead
+    triton = tl = None
+
+MAX_PARTS = 3
+
+
+def _jit(fn):
+    return triton.jit(fn) if triton is not None else fn
+
+
+def padded_rank(rank: int) -> int:
+    return max(16, 1 << (rank - 1).bit_length())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# y + block-diagonal low-rank product
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def add_low_rank(y_TN: Tensor, xa_TPR: Tensor, b_NR: Tensor, sizes: Sequence[int], scale_N: Tensor | None = None) -> Tensor:
+    """`y + xa_p B_pᵀ` for each part p of the row, times `scale_N` where given (DoRA); a new contiguous `[T, N]`.
+
+    `sizes` are the parts' widths, at most 3; `xa_TPR` is `[T, P * R]`, `b_NR` has each output's own row of B with the adapter's
+    scaling folded in. y is rounded to its dtype before and after; the product and the sum are fp32, as PEFT's are.
+    """
+    run = add_low_rank_triton if y_TN.is_cuda and triton is not None else add_low_rank_reference
+    return run(y_TN, xa_TPR, b_NR, sizes, scale_N)
+
+
+def add_low_rank_reference(
+    y_TN: Tensor, xa_TPR: Tensor, b_NR: Tensor, sizes: Sequence[int], scale_N: Tensor | None = None
+) -> Tensor:
+    parts = zip(xa_TPR.float().split(b_NR.shape[1], dim=1), b_NR.float().split(list(sizes)))
+    total_TN = y_TN.float() + torch.cat([xa_TR @ part_NR.T for xa_TR, part_NR in parts], dim=1)
+    return (total_TN if scale_N is None else total_TN * scale_N).to(y_TN.dtype)
+
+
+@_jit
+def _add_low_rank_kernel(
+    y_ptr, xa_ptr, b_ptr, scale_ptr, out_ptr, T, y_stride, xa_stride, n0, n1, n2,
+    R: tl.constexpr, HAS_SCALE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
+):
+    # No tile spans two parts: the grid is the parts' tiles one after another.
+    tile = tl.program_id(0)
+    part, start, end = 0, 0, n0
+    tiles = tl.cdiv(n0, BLOCK_N)
+    if tile >= tiles:
+        tile -= tiles
+        part, start, end = 1, n0, n0 + n1
+        tiles = tl.cdiv(n1, BLOCK_N)
+        if tile >= tiles:
+            tile -= tiles
+            part, start, end = 2, n0 + n1, n0 + n1 + n2
+    rows = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
+    cols = start + tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    ranks = tl.arange(0, R)
+    row_mask, col_mask = rows < T, cols < end
+    mask = row_mask[:, None] & col_mask[None, :]
+    rows = rows.to(tl.int64)
+    xa = tl.load(xa_ptr + rows[:, None] * xa_stride + (part * R + ranks)[None, :], mask=row_mask[:, None], other=0.0)
+    b = tl.load(b_ptr + cols[None, :] * R + ranks[:, None], mask=col_mask[None, :], other=0.0)
+    y = tl.load(y_ptr + rows[:, None] * y_stride + cols[None, :], mask=mask, other=0.0)
+    total = y.to(tl.float32) + tl.dot(xa, b, input_precision="ieee")
+    if HAS_SCALE:
+        total *= tl.load(scale_ptr + cols, mask=col_mask, other=0.0)[None, :]
+    tl.store(out_ptr + rows[:, None] * (n0 + n1 + n2) + cols[None, :], total.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def add_low_rank_triton(
+    y_TN: Tensor, xa_TPR: Tensor, b_NR: Tensor, sizes: Sequence[int], scale_N: Tensor | None = None
+) -> Tensor:
+    T, N = y_TN.shape
+    assert y_TN.stride(1) == 1 and xa_TPR.stride(1) == 1 and b_NR.is_contiguous()
+    assert len(sizes) <= MAX_PARTS and sum(sizes) == N == b_NR.shape[0] and xa_TPR.shape[1] == len(sizes) * b_NR.shape[1]
+    out_TN = torch.empty((T, N), dtype=y_TN.dtype, device=y_TN.device)
+    if not T:
+        return out_TN
+    # A decode step is small enough to be bound by latency: tiles are small so that every SM has some.
+    block_t, block_n = (32, 64) if T <= 256 else (64, 128)
+    grid = (sum(-(-size // block_n) for size in sizes), -(-T // block_t))
+    _add_low_rank_kernel[grid](
+        y_TN, xa_TPR, b_NR, scale_N, out_TN, T, y_TN.stride(0), xa_TPR.stride(0), *sizes, *[0] * (MAX_PARTS - len(sizes)),
+        R=b_NR.shape[1], HAS_SCALE=scale_N is not None, BLOCK_T=block_t, BLOCK_N=block_n, num_warps=4,
+    )  # fmt: skip
+    return out_TN
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Merging: out = base + scaling * left @ right, for many weights at once
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def merge_low_rank(
+    outs: Sequence[Tensor], bases: Sequence[Tensor], lefts: Sequence[Tensor], rights: Sequence[Tensor], scalings: Sequence[float]
+) -> None:
+    """`outs[i] = bases[i] + scalings[i] * lefts[i] @ rights[i]`, in fp32 and rounded once, as PEFT merges fp32 A and B.
+
+    `[M, N] = [M, N] + [M, r] @ [r, N]`, of any shapes and floating dtypes; `outs[i]` may be `bases[i]`. Weights of one kind
+    (shape, dtype, strides) are one launch, so that a refresh of a whole model is bound by memory and not by launches.
+    """
+    run = merge_low_rank_triton if outs and outs[0].is_cuda and triton is not None else merge_low_rank_reference
+    run(outs, bases, lefts, rights, scalings)
+
+
+def merge_low_rank_reference(outs, bases, lefts, rights, scalings) -> None:
+    for out, base, left, right, scaling in zip(outs, bases, lefts, rights, scalings):
+        out.copy_(torch.addmm(base.float(), left.float(), right.float(), alpha=scaling))
+
+
+@_jit
+def _merge_low_rank_kernel(
+    pointers_ptr, scalings_ptr, jobs, M, N, rank, out_stride, base_stride, left_stride, left_stride_r, right_stride_r, right_stride,
+    OUT: tl.constexpr, BASE: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, ALIGNED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
+):
+    job = tl.program_id(1)
+    out_ptr = tl.load(pointers_ptr + job).to(tl.pointer_type(OUT))
+    base_ptr = tl.load(pointers_ptr + jobs + job).to(tl.pointer_type(BASE))
+    left_ptr = tl.load(pointers_ptr + 2 * jobs + job).to(tl.pointer_type(LEFT))
+    right_ptr = tl.load(pointers_ptr + 3 * jobs + job).to(tl.pointer_type(RIGHT))
+    if ALIGNED:
+        out_ptr, base_ptr = tl.multiple_of(out_ptr, 16), tl.multiple_of(base_ptr, 16)
+        left_ptr, right_ptr = tl.multiple_of(left_ptr, 16), tl.multiple_of(right_ptr, 16)
+    tiles_n = tl.cdiv(N, BLOCK_N)
+    rows = tl.program_id(0) // tiles_n * BLOCK_M + tl.arange(0, BLOCK_M)
+    cols = tl.program_id(0) % tiles_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    row_mask, col_mask = rows < M, cols < N
+    mask = row_mask[:, None] & col_mask[None, :]
+    rows = rows.to(tl.int64)
+    base = tl.load(base_ptr + rows[:, None] * base_stride + cols[None, :], mask=mask, other=0.0)
+    delta = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for first in range(0, rank, BLOCK_R):
+        ranks = first + tl.arange(0, BLOCK_R)
+        rank_mask = ranks < rank
+        left = tl.load(
+            left_ptr + rows[:, None] * left_stride + ranks[None, :] * left_stride_r,
+            mask=row_mask[:, None] & rank_mask[None, :], other=0.0,
+        )  # fmt: skip
+        right = tl.load(
+            right_ptr + ranks[:, None] * right_stride_r + cols[None, :] * right_stride,
+            mask=rank_mask[:, None] & col_mask[None, :], other=0.0,
+        )  # fmt: skip
+        # Three tf32 products carry fp32's bits and run on the tensor cores; fp32 dots would outlast the memory traffic.
+        if LEFT == RIGHT and LEFT != tl.float32:
+            delta = tl.dot(left, right, delta)
+        else:
+            delta = tl.dot(left.to(tl.float32), right.to(tl.float32), delta, input_precision="tf32x3")
+    total = base.to(tl.float32) + tl.load(scalings_ptr + job) * delta
+    tl.store(out_ptr + rows[:, None] * out_stride + cols[None, :], total.to(OUT), mask=mask)
+
+
+def merge_low_rank_triton(outs, bases, lefts, rights, scalings) -> None:
+    kinds: dict[tuple, list[int]] = defaultdict(list)
+    for i, tensors in enumerate(zip(outs, bases, lefts, rights)):
+        assert tensors[0].stride(1) == tensors[1].stride(1) == 1
+        kinds[tuple((t.shape, t.stride(), t.dtype) for t in tensors)].append(i)
+    dtypes = {getattr(torch, name): getattr(tl, name) for name in ("float32", "float16", "bfloat16")}
+    for members in kinds.values():
+        tensors = [[kind[i] for i in members] for kind in (outs, bases, lefts, rights)]
+        addresses = [[t.data_ptr() for t in kind] for kind in tensors]
+        out, base, left, right = (kind[0] for kind in tensors)
+        (M, N), device = out.shape, out.device
+        block_m, block_n = 64, 128
+        grid = (-(-M // block_m) * -(-N // block_n), len(members))
+        _merge_low_rank_kernel[grid](
+            torch.tensor(addresses, dtype=torch.int64, device=device),
+            torch.tensor([scalings[i] for i in members], dtype=torch.float32, device=device),
+            len(members), M, N, left.shape[1], out.stride(0), base.stride(0), *left.stride(), *right.stride(),
+            OUT=dtypes[out.dtype], BASE=dtypes[base.dtype], LEFT=dtypes[left.dtype], RIGHT=dtypes[right.dtype],
+            ALIGNED=all(address % 16 == 0 for kind in addresses for address in kind),
+            BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_R=32, num_warps=8,
+        )  # fmt: skip
