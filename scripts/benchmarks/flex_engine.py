@@ -447,12 +447,11 @@ class FlexEngine:
             if self.tokenizer is None:
                 return [], "text needs a tokenizer, and the engine has none"
             ids = list(self.tokenizer.encode(prompt, add_special_tokens=False) if prompt else [])
-        elif isinstance(prompt, Tensor):
-            ids = prompt.tolist()
-        elif isinstance(prompt, (list, tuple, np.ndarray)) and all(isinstance(token, (int, np.integer)) for token in prompt):
-            ids = [int(token) for token in prompt]
         else:
-            return [], f"neither text nor a list of token ids, but {type(prompt).__name__}"
+            ids = prompt.tolist() if isinstance(prompt, (Tensor, np.ndarray)) else prompt
+            if not isinstance(ids, (list, tuple)) or not all(isinstance(token, (int, np.integer)) for token in ids):
+                return [], f"neither text nor a flat list of token ids, but {type(prompt).__name__}"
+            ids = [int(token) for token in ids]
         vocab = self.walker.vocab_size
         limit, pages = self.config.max_seq_len, self.cache.pages
         if not ids:
@@ -637,6 +636,7 @@ class FlexEngine:
         finished = 0
         if (tokens == -1).any():
             row = int(np.nonzero((tokens == -1).any(0))[0][0])
+            self.cache.clear()  # a masked key has weight 0, and 0 * NaN would reach the pages' next owners
             raise NonFiniteError(self._explain_nan(running[row]))
         for row, (sequence, count) in enumerate(zip(running, counts)):
             new = tokens[:count, row].tolist()
@@ -644,7 +644,8 @@ class FlexEngine:
             sequence.logprobs += logprobs[:count, 0, row].tolist()
             sequence.full_logprobs += logprobs[:count, 1, row].tolist()
             if sequence.params.stop:
-                self._cut_at_stop_string(sequence, count)
+                count -= self._cut_at_stop_string(sequence, count)
+            self._stats.generated_tokens += count
             if sequence.finish_reason is None:
                 if sequence.token_ids[-1] in sequence.stop_ids:
                     sequence.finish_reason = "stop"
@@ -653,21 +654,24 @@ class FlexEngine:
             if sequence.finish_reason is not None:
                 scheduler.finish(sequence)
                 finished += 1
-        self._stats.generated_tokens += sum(counts)
         return finished
 
-    def _cut_at_stop_string(self, sequence: Sequence, new_tokens: int) -> None:
-        """Ends the sequence at the first token that completes a stop string; text goes without it, tokens with it."""
+    def _cut_at_stop_string(self, sequence: Sequence, new_tokens: int) -> int:
+        """Ends the sequence at the first token that completes a stop string; text goes without it, tokens with it. Returns the
+        number of tokens that were generated beyond."""
         stops = sequence.params.stop
-        if not any(stop in self._decode_text(sequence.token_ids) for stop in stops):
-            return
-        for count in range(len(sequence.token_ids) - new_tokens + 1, len(sequence.token_ids) + 1):
+        text = self._decode_text(sequence.token_ids)
+        if not any(stop in text for stop in stops):
+            return 0
+        total = len(sequence.token_ids)
+        for count in range(total - new_tokens + 1, total + 1):
             text = self._decode_text(sequence.token_ids[:count])
             found = [text.find(stop) for stop in stops if stop in text]
             if found:
                 del sequence.token_ids[count:], sequence.logprobs[count:], sequence.full_logprobs[count:]
                 sequence.text, sequence.finish_reason = text[: min(found)], "stop"
-                return
+                return total - count
+        return 0
 
     def _explain_nan(self, sequence: Sequence) -> str:
         named = [name for name, p in self.walker.model.named_parameters() if not torch.isfinite(p).all()]

@@ -181,6 +181,9 @@ class PagedKVCache:
             self.memory.map()
             self.flat.zero_()
 
+    def clear(self) -> None:
+        self.flat.zero_()
+
     def assign(self, slot: int, pages: Sequence[int], start: int = 0) -> None:
         """Writes `pages` into `slot`'s list from logical index `start` on (on the device at the next `upload`)."""
         stop = start + len(pages)
