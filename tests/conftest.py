@@ -33,6 +33,15 @@ def pytest_report_collectionfinish(config: pytest.Config) -> str | None:
     return f"no CUDA GPU: {left_out} tests marked gpu are left out" if left_out else None
 
 
+@pytest.fixture(scope="module")
+def one_thread():
+    """For tiny matrices: with a thread per core they wait for each other, all the more on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(scope="session")
 def embedded_path() -> Path:
     """Folder of the embedded model; downloads it on a fresh machine."""

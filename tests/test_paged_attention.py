@@ -27,6 +27,8 @@ from flex_paged_attention import (
     paged_block_mask,
 )
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 PAGE = 16
 CPU = torch.device("cpu")
 SPEC = AttentionSpec(num_heads=6, num_kv_heads=2, head_dim=16, scale=0.3)

@@ -101,3 +101,15 @@ def unshared(model: PreTrainedModel) -> PreTrainedModel:
 def random_prompts(lengths: list[int], seed: int = 0) -> list[list[int]]:
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(1, VOCAB, (length,), generator=generator).tolist() for length in lengths]
+
+
+class SpellingTokenizer:
+    """Token 7 reads `<7>`, and a text is its characters' code points: every position in a text belongs to a known token."""
+
+    eos_token_id = None
+
+    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        return [ord(character) for character in text]
+
+    def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
+        return "".join(f"<{token}>" for token in token_ids)

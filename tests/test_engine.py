@@ -1,0 +1,561 @@
+"""The engine against plain Hugging Face in fp32: tokens, log-probabilities, stops, seeds, and what must hold when things go wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from transformers import GenerationConfig
+
+import tiny_models
+from flex_engine import (
+    DecodeState,
+    EngineConfig,
+    FlexEngine,
+    HFWalker,
+    InvalidPromptError,
+    NonFiniteError,
+    PagedKVCache,
+    SamplingParams,
+    completion_seed,
+    decode_buckets,
+)
+from numerics import hf_greedy, hf_logits, shuffle_free_pages
+from qwen3_flex_inference import Qwen3Walker
+from tiny_models import SpellingTokenizer, random_prompts
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+PAGE = 16
+NEW = 40
+SEED = 1  # of a model that answers every prompt below with at least 16 distinct tokens
+LENGTHS = [1, 2, 17, 40, 64, 70]  # with 40 new tokens up to 7 pages; a prompt of one token has nothing to prefill
+
+
+def make_engine(model, walker=Qwen3Walker, num_pages: int | None = None, tokenizer=None, **config) -> FlexEngine:
+    config = {"max_batch_size": 8, "max_seq_len": 160, "page_size": PAGE, **config}
+    walker = walker(model)
+    if num_pages is not None:
+        page_bytes = PAGE * PagedKVCache.bytes_per_token(walker.specs, walker.dtype)
+        config["kv_memory_gb"] = (num_pages + 0.5) * page_bytes / 1e9
+    return FlexEngine(walker, tokenizer, EngineConfig(**config))
+
+
+def greedy(max_tokens: int = NEW, **params) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, temperature=0, **params)
+
+
+def tokens_of(outputs) -> list[list[int]]:
+    return [completion.token_ids for output in outputs for completion in output.outputs]
+
+
+@pytest.fixture(scope="module")
+def reference():
+    """Never walked, so its weights are nobody else's."""
+    return tiny_models.qwen3(seed=SEED)
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    return random_prompts(LENGTHS)
+
+
+@pytest.fixture(scope="module")
+def expected(reference, prompts) -> list[list[int]]:
+    """Hugging Face's greedy tokens, varied enough that agreeing with them means something."""
+    tokens = [hf_greedy(reference, prompt, NEW) for prompt in prompts]
+    assert all(len(set(completion)) >= 16 for completion in tokens)
+    return tokens
+
+
+@pytest.fixture
+def model(reference):
+    return tiny_models.unshared(reference)
+
+
+# ------------------------------------------------------------------------------------------------------------- the same tokens
+
+
+@pytest.mark.parametrize("steps_per_look", [1, 7])
+@pytest.mark.parametrize("walker", [Qwen3Walker, HFWalker])
+def test_greedy_tokens_equal_hugging_face(model, prompts, expected, walker, steps_per_look):
+    """Six mixed lengths in a bucket of 6 and one more in a padded bucket of 2, over up to 7 shuffled pages each."""
+    engine = make_engine(model, walker, steps_per_look=steps_per_look)
+    shuffle_free_pages(engine)
+    assert tokens_of(engine.generate(prompts, greedy())) == expected
+    assert tokens_of(engine.generate(prompts[3:4], greedy())) == expected[3:4]
+    assert tokens_of(engine.generate(prompts[:5], greedy())) == expected[:5]
+    assert engine.stats().preemptions == 0
+
+
+def test_flex_backend_through_the_engine(model, prompts, expected):
+    engine = make_engine(model, max_batch_size=2, attention_backend="flex")
+    shuffle_free_pages(engine)
+    assert tokens_of(engine.generate(prompts[2:4], greedy())) == expected[2:4]
+
+
+def test_a_corrupted_page_index_shows(model, prompts, expected, monkeypatch):
+    """The comparison above would notice one wrong entry of one page list."""
+    engine = make_engine(model)
+    upload = engine.cache.upload
+
+    def corrupt():
+        upload()
+        slot = next(s.slot for s in engine._scheduler.running if len(s.prompt) == 70)
+        engine.cache.page_table[slot, 1] = engine.cache.page_table[slot - 1, 1]
+
+    monkeypatch.setattr(engine.cache, "upload", corrupt)
+    tokens = tokens_of(engine.generate(prompts, greedy()))
+    assert tokens[:5] == expected[:5]
+    assert tokens[5] != expected[5]
+
+
+def test_fewer_slots_than_prompts(model, prompts, expected):
+    engine = make_engine(model, max_batch_size=2, steps_per_look=5)
+    mixed = [3, 40, 7, 31, 12, 25]
+    outputs = engine.generate(prompts, [greedy(count) for count in mixed])
+    assert tokens_of(outputs) == [tokens[:count] for tokens, count in zip(expected, mixed)]
+    assert [output.index for output in outputs] == list(range(6))
+
+
+@pytest.mark.parametrize("budget", [1, 64, 8192])
+def test_prefill_budget(model, prompts, expected, budget, monkeypatch):
+    """Prompts are packed up to the budget; a longer one goes alone."""
+    engine = make_engine(model, prefill_token_budget=budget)
+    packed = []
+    prefill = engine._prefill
+    monkeypatch.setattr(engine, "_prefill", lambda batch: (packed.append([len(ids) for ids, _ in batch]), prefill(batch)))
+    assert tokens_of(engine.generate(prompts, greedy())) == expected
+    assert all(sum(lengths) <= budget or sum(length > 0 for length in lengths) == 1 for lengths in packed)
+    assert len(packed) == {1: 5, 64: 3, 8192: 1}[budget]
+
+
+def test_completions_share_prompt_pages(model, prompts, expected):
+    """n completions of one prompt: it is computed once, and its full pages exist once."""
+    engine = make_engine(model)
+    outputs = engine.generate([prompts[5]], greedy(n=5))
+    assert tokens_of(outputs) == [expected[5]] * 5
+    stats = engine.stats()
+    assert stats.prefill_tokens == len(prompts[5]) - 1
+    full, per_completion = 69 // PAGE, engine.cache.pages.pages_for(70 + NEW - 1) - 69 // PAGE
+    assert stats.peak_pages_used == full + 5 * per_completion
+
+
+def test_equal_prompts_are_computed_once(model, prompts, expected):
+    engine = make_engine(model)
+    order = [4, 5, 4, 4, 5]
+    outputs = engine.generate([prompts[index] for index in order], greedy())
+    assert tokens_of(outputs) == [expected[index] for index in order]
+    assert engine.stats().prefill_tokens == 63 + 69
+    assert engine.stats().prompt_tokens == 3 * 64 + 2 * 70
+
+
+@pytest.mark.parametrize("steps_per_look", [1, 7])
+def test_preemption_changes_nothing(model, prompts, expected, steps_per_look):
+    """A pool that holds little more than the longest sequence."""
+    engine = make_engine(model, num_pages=10, steps_per_look=steps_per_look)
+    shuffle_free_pages(engine)
+    assert tokens_of(engine.generate(prompts, greedy())) == expected
+    outputs = engine.generate([prompts[5], prompts[4]], greedy(n=3))
+    assert tokens_of(outputs) == [expected[5]] * 3 + [expected[4]] * 3
+    stats = engine.stats()
+    assert stats.preemptions > 0
+    assert stats.peak_pages_used <= 9
+    assert stats.generated_tokens == 12 * NEW
+
+
+def test_every_round_equals_a_fresh_engine(reference, model):
+    """Recycled pages and slots: mixed loads, one after the other in one engine of few pages."""
+    engine = make_engine(model, num_pages=24)
+    fresh_model = tiny_models.unshared(reference)
+    for round_index in range(6):
+        prompts = random_prompts([5 + 13 * round_index % 60, 30, 61, 2 + round_index], seed=round_index)
+        params = [SamplingParams(max_tokens=10 + 9 * index, seed=round_index, n=1 + index % 2) for index in range(4)]
+        fresh = make_engine(fresh_model)
+        assert tokens_of(engine.generate(prompts, params)) == tokens_of(fresh.generate(prompts, params))
+        assert engine.cache.pages.num_used == 0
+
+
+def test_a_second_call_returns_its_own_requests(model, prompts, expected):
+    engine = make_engine(model)
+    engine.generate(prompts[:3], greedy())
+    outputs = engine.generate(prompts[3:5], greedy())
+    assert tokens_of(outputs) == expected[3:5]
+    assert [output.prompt_token_ids for output in outputs] == prompts[3:5]
+    assert engine.generate([], greedy()) == []
+
+
+def test_padded_rows_write_only_to_page_0(model, prompts):
+    """Batch 5 in a bucket of 6: every page that was never handed out is bit for bit what it was."""
+    engine = make_engine(model)
+    handed_out: set[int] = set()
+    allocate = engine.cache.pages.allocate
+
+    def record(count):
+        pages = allocate(count)
+        handed_out.update(pages)
+        return pages
+
+    engine.cache.pages.allocate = record
+    for layer in engine.cache.layers:
+        layer.normal_()
+    before = [layer.clone() for layer in engine.cache.layers]
+    engine.generate(prompts[:5], greedy())
+    unused = [page for page in range(1, engine.cache.num_pages) if page not in handed_out]
+    assert len(unused) > 20 and len(handed_out) > 10
+    for layer, old in zip(engine.cache.layers, before):
+        pages, old_pages = (x.unflatten(2, (-1, PAGE)) for x in (layer, old))
+        assert torch.equal(pages[:, :, unused], old_pages[:, :, unused])
+        changed = (pages[:, :, 0] != old_pages[:, :, 0]).any((0, 1, 3))
+        assert changed.tolist() == [True] + [False] * (PAGE - 1)  # a padded row stays at position 0
+
+
+# ----------------------------------------------------------------------------------------------------------------------- stops
+
+
+def test_max_tokens_and_finish_reasons(model, prompts, expected):
+    engine = make_engine(model, steps_per_look=4)
+    stop = expected[3][5]
+    first = expected[3].index(stop)
+    cases = {1: "length", first: "length", first + 1: "stop", NEW: "stop"}
+    for max_tokens, reason in cases.items():
+        completion = engine.generate([prompts[3]], greedy(max_tokens, stop_token_ids=[stop]))[0].outputs[0]
+        assert completion.token_ids == expected[3][: min(max_tokens, first + 1)]
+        assert completion.finish_reason == reason
+        assert len(completion.logprobs) == len(completion.full_logprobs) == len(completion.token_ids)
+
+
+@pytest.mark.parametrize("source", ["generation_config", "config", "tokenizer"])
+def test_every_end_of_sequence_id_stops(model, prompts, expected, source):
+    """A secondary id too, wherever it is written down; `ignore_eos` ignores the model's ids and keeps the caller's."""
+    ids = [expected[4][20], expected[4][9]]
+    tokenizer = SpellingTokenizer()
+    if source == "tokenizer":
+        tokenizer.eos_token_id = ids[1]
+    else:
+        getattr(model, source).eos_token_id = ids
+    engine = make_engine(model, tokenizer=tokenizer, steps_per_look=6)
+    first = min(expected[4].index(token) for token in (ids if source != "tokenizer" else ids[1:]))
+    completion = engine.generate([prompts[4]], greedy())[0].outputs[0]
+    assert completion.token_ids == expected[4][: first + 1] and completion.finish_reason == "stop"
+    completion = engine.generate([prompts[4]], greedy(ignore_eos=True))[0].outputs[0]
+    assert completion.token_ids == expected[4] and completion.finish_reason == "length"
+    own = expected[4][2]
+    completion = engine.generate([prompts[4]], greedy(ignore_eos=True, stop_token_ids=[own]))[0].outputs[0]
+    assert completion.token_ids == expected[4][: expected[4].index(own) + 1]
+
+
+@pytest.mark.parametrize("steps_per_look", [1, 16])
+def test_stop_strings_that_span_tokens(model, prompts, expected, steps_per_look):
+    engine = make_engine(model, tokenizer=SpellingTokenizer(), steps_per_look=steps_per_look)
+    whole = engine.generate([prompts[4]], greedy())[0].outputs[0]
+    assert whole.text == SpellingTokenizer().decode(expected[4])
+    stop = f"{str(expected[4][10])[-1]}><{str(expected[4][11])[0]}"
+    cut = whole.text.index(stop)
+    last = next(count for count in range(NEW + 1) if stop in SpellingTokenizer().decode(expected[4][:count]))
+    engine.reset_stats()
+    outputs = engine.generate([prompts[4], prompts[3]], [greedy(stop=["never", stop]), greedy()])
+    completion = outputs[0].outputs[0]
+    assert completion.text == whole.text[:cut]
+    assert completion.token_ids == expected[4][:last]
+    assert completion.finish_reason == "stop"
+    assert completion.logprobs == pytest.approx(whole.logprobs[:last], abs=1e-4)
+    assert len(completion.full_logprobs) == last
+    assert tokens_of(outputs[1:]) == [expected[3]]
+    assert engine.stats().generated_tokens == last + NEW, "overshoot is not counted"
+    engine.cache.pages.check()
+
+
+# -------------------------------------------------------------------------------------------------------------------- sampling
+
+
+def test_seeds(model, prompts):
+    """A completion's tokens depend on its seed, prompt and index alone: not on batch, slot, bucket, look or preemption."""
+    engine = make_engine(model)
+    params = SamplingParams(max_tokens=NEW, seed=7, n=3)
+    first = engine.generate(prompts, params)
+    for output in first:
+        assert len({tuple(completion.token_ids) for completion in output.outputs}) == 3
+    assert tokens_of(engine.generate(prompts, params)) == tokens_of(first)
+
+    other = make_engine(tiny_models.qwen3(seed=SEED), num_pages=12, max_batch_size=3, steps_per_look=5)
+    again = other.generate(prompts[:1:-1], params)
+    assert other.stats().preemptions > 0
+    assert tokens_of(again[::-1]) == tokens_of(first[2:])
+    assert tokens_of(engine.generate(prompts, dataclasses.replace(params, seed=8))) != tokens_of(first)
+    unseeded = SamplingParams(max_tokens=NEW)
+    assert tokens_of(engine.generate(prompts, unseeded)) != tokens_of(engine.generate(prompts, unseeded))
+
+
+def test_equal_prompts_with_one_seed_differ(model, prompts):
+    """Prompts that a trainer has repeated itself, n = 1 each, are a group like any other."""
+    engine = make_engine(model)
+    params = SamplingParams(max_tokens=NEW, seed=7)
+    repeated = tokens_of(engine.generate([prompts[3]] * 3, params))
+    assert repeated == tokens_of(engine.generate([prompts[3]], dataclasses.replace(params, n=3)))
+    assert len({tuple(tokens) for tokens in repeated}) == 3
+
+
+def test_completion_seeds():
+    seeds = {completion_seed(seed, prompt, index) for seed in (0, 1) for prompt in ([1, 2], [12]) for index in range(4)}
+    assert len(seeds) == 16
+    assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0, 1.6])
+@pytest.mark.parametrize("filters", [{}, {"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.1}, {"top_k": 40, "top_p": 0.9, "min_p": 0.02}])
+def test_logprobs(reference, model, prompts, temperature, filters):
+    """`full_logprobs` are a trainer's log_softmax(logits / temperature), `logprobs` those of the filtered distribution."""
+    engine = make_engine(model, steps_per_look=6)
+    params = SamplingParams(max_tokens=24, temperature=temperature, seed=3, **filters)
+    for output in engine.generate(prompts, params):
+        completion = output.outputs[0]
+        logits_TV = hf_logits(reference, output.prompt_token_ids, completion.token_ids) / (temperature or 1)
+        tokens_T = torch.tensor(completion.token_ids)[:, None]
+        full_T = logits_TV.log_softmax(-1).gather(1, tokens_T)[:, 0]
+        assert completion.full_logprobs == pytest.approx(full_T.tolist(), abs=2e-4)
+        if temperature == 0:
+            assert completion.token_ids == logits_TV.argmax(-1).tolist()
+            assert completion.logprobs == completion.full_logprobs
+            continue
+        kept_TV = torch.stack([kept_by(filters, row) for row in logits_TV])
+        kept_T = logits_TV.masked_fill(~kept_TV, -torch.inf).log_softmax(-1).gather(1, tokens_T)[:, 0]
+        assert completion.logprobs == pytest.approx(kept_T.tolist(), abs=2e-4)
+
+
+def kept_by(filters: dict, logits_V: torch.Tensor) -> torch.Tensor:
+    """The tokens that top_k, then top_p, then min_p leave; bool `[V]`."""
+    order = logits_V.argsort(descending=True)[: filters.get("top_k", len(logits_V))]
+    probs = logits_V[order].softmax(-1)
+    before = probs.cumsum(-1) - probs
+    order = order[before < filters.get("top_p", 1.0)] if "top_p" in filters else order
+    order = order[logits_V[order] >= logits_V.max() + np.log(filters.get("min_p", 0.0) or 1e-30)]
+    return torch.zeros_like(logits_V, dtype=torch.bool).index_fill(0, order, True)
+
+
+def test_what_is_off_is_off(model, prompts):
+    engine = make_engine(model)
+    plain = tokens_of(engine.generate(prompts, SamplingParams(max_tokens=20, seed=1)))
+    for off in ({"top_k": 0}, {"top_k": -1}, {"top_k": None}, {"top_p": 1.0}, {"min_p": 0.0}, {"top_k": tiny_models.VOCAB}):
+        assert tokens_of(engine.generate(prompts, SamplingParams(max_tokens=20, seed=1, **off))) == plain
+    for one in ({"top_k": 1}, {"top_p": 1e-9}, {"min_p": 1.0}, {"temperature": 1e-4}):
+        first = engine.generate(prompts, SamplingParams(max_tokens=20, seed=1, **one))
+        assert tokens_of(first) == tokens_of(engine.generate(prompts, greedy(20)))
+
+
+def test_the_models_generation_config_is_not_asked(model, prompts, expected):
+    plain = tokens_of(make_engine(model).generate(prompts, SamplingParams(max_tokens=20, seed=1)))
+    model.generation_config = GenerationConfig(
+        do_sample=True, temperature=0.1, top_k=1, top_p=0.1, repetition_penalty=5.0, max_new_tokens=2, min_new_tokens=30
+    )
+    engine = make_engine(model)
+    assert tokens_of(engine.generate(prompts, SamplingParams(max_tokens=20, seed=1))) == plain
+    assert tokens_of(engine.generate(prompts, greedy())) == expected
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [("max_tokens", 0), ("temperature", -0.1), ("temperature", float("nan")), ("top_p", 0), ("top_p", 1.1), ("top_k", -2)]
+    + [("min_p", -0.1), ("min_p", 1.1), ("n", 0), ("stop", [""]), ("stop", [3])],
+)
+def test_sampling_params_out_of_range(name, value):
+    with pytest.raises(ValueError, match=f"^{name} is out of range"):
+        SamplingParams(**{name: value})
+
+
+def test_unknown_sampling_params_are_refused():
+    with pytest.raises(TypeError, match="repetition_penalty"):
+        SamplingParams(repetition_penalty=1.1)
+
+
+@pytest.mark.parametrize(
+    "name, value", [("max_batch_size", 0), ("max_seq_len", 0), ("prefill_token_budget", 0), ("page_size", 24), ("page_size", 8)]
+)
+def test_config_out_of_range(name, value):
+    with pytest.raises(ValueError, match=name):
+        EngineConfig(**{name: value})
+
+
+# --------------------------------------------------------------------------------------------------------------- invalid prompts
+
+INVALID = {
+    "empty list": ([], "empty"),
+    "empty text": ("", "empty"),
+    "empty array": (np.zeros(0, dtype=np.int64), "empty"),
+    "too long": ([5] * 150, "150 prompt tokens and max_tokens 40 exceed max_seq_len 160"),
+    "not text": (3.5, "float"),
+    "none": (None, "NoneType"),
+    "floats": ([1.0, 2.0], "list"),
+    "nested": ([[1, 2]], "list"),
+    "batch": (torch.tensor([[1, 2]]), "Tensor"),
+    "float tensor": (torch.tensor([1.0]), "Tensor"),
+    "float array": (np.array([1.0]), "ndarray"),
+    "beyond the vocabulary": ([3, tiny_models.VOCAB], f"token id {tiny_models.VOCAB} is outside the vocabulary"),
+    "negative": ([3, -1], "token id -1 is outside the vocabulary"),
+}
+
+
+@pytest.mark.parametrize("case", INVALID)
+def test_invalid_prompts_are_named_and_the_others_unharmed(model, prompts, expected, case):
+    bad, reason = INVALID[case]
+    engine = make_engine(model, tokenizer=SpellingTokenizer())
+    mixed = [prompts[3], bad, prompts[2]]
+    with pytest.raises(InvalidPromptError, match="prompt 1: ") as caught:
+        engine.generate(mixed, greedy())
+    assert list(caught.value.errors) == [1] and reason in caught.value.errors[1]
+    assert engine.stats().generated_tokens == 0
+    outputs = engine.generate(mixed, greedy(), skip_invalid=True)
+    assert outputs[1].error == caught.value.errors[1] and outputs[1].outputs == []
+    assert tokens_of(outputs) == [expected[3], expected[2]]
+
+
+def test_a_prompt_that_never_fits_is_refused(model, prompts, expected):
+    engine = make_engine(model, num_pages=7)
+    with pytest.raises(InvalidPromptError, match="prompt 1: needs 8 pages of 16 tokens, and the pool has 6"):
+        engine.generate([prompts[2], prompts[5]], greedy())
+    outputs = engine.generate([prompts[2], prompts[5]], greedy(), skip_invalid=True)
+    assert tokens_of(outputs) == expected[2:3]
+
+
+def test_prompts_of_every_kind(model, prompts, expected):
+    """Token ids as list, tuple, array or tensor, and text; all the same prompt."""
+    engine = make_engine(model, tokenizer=SpellingTokenizer())
+    ids = prompts[3]
+    kinds = [ids, tuple(ids), np.array(ids), torch.tensor(ids), [np.int64(i) for i in ids], "".join(map(chr, ids))]
+    assert tokens_of(engine.generate(kinds, greedy())) == [expected[3]] * len(kinds)
+    assert tokens_of(engine.generate(kinds[-1], greedy())) == [expected[3]]
+
+
+def test_what_needs_a_tokenizer_says_so(model, prompts):
+    engine = make_engine(model)
+    with pytest.raises(InvalidPromptError, match="prompt 0: text needs a tokenizer"):
+        engine.generate("hello", greedy())
+    with pytest.raises(InvalidPromptError, match="prompt 0: stop strings need a tokenizer"):
+        engine.generate([prompts[0]], greedy(stop="x"))
+    with pytest.raises(InvalidPromptError, match="9 stop token ids; at most 8"):
+        engine.generate([prompts[0]], greedy(stop_token_ids=list(range(9))))
+    with pytest.raises(ValueError, match="2 SamplingParams for 1 prompts"):
+        engine.generate([prompts[0]], [greedy(), greedy()])
+
+
+# ------------------------------------------------------------------------------------------------------- when things go wrong
+
+
+def interrupt_at(call: int, function):
+    calls = iter(range(call))
+
+    def interrupted(*args, **kwargs):
+        if next(calls, None) is None:
+            raise KeyboardInterrupt
+        return function(*args, **kwargs)
+
+    return interrupted
+
+
+@pytest.mark.parametrize("method, call", [("_decode_step", 0), ("_decode_step", 5), ("_prefill", 0), ("_prefill", 1), ("_look", 3)])
+@pytest.mark.parametrize("walker", [Qwen3Walker, HFWalker])
+def test_an_interrupted_call_leaves_the_engine_whole(model, prompts, expected, walker, method, call):
+    engine = make_engine(model, walker, max_batch_size=4, prefill_token_budget=64)
+    model.train()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, method, interrupt_at(call, getattr(engine, method)))
+        with pytest.raises(KeyboardInterrupt):
+            engine.generate(prompts, greedy(n=2))
+    engine.cache.pages.check()
+    assert model.training and model.config._attn_implementation != "flex_paged"
+    assert tokens_of(engine.generate(prompts, greedy())) == expected
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_the_hf_walker_puts_the_model_back(prompts, expected, implementation):
+    model = tiny_models.qwen3(seed=SEED, attn_implementation=implementation, attention_dropout=0.5)
+    model.train()
+    model.model.layers[0].eval()
+    modes = [module.training for module in model.modules()]
+    engine = make_engine(model, HFWalker)
+    assert tokens_of(engine.generate(prompts, greedy())) == expected
+    assert [module.training for module in model.modules()] == modes
+    assert model.config._attn_implementation == implementation
+    loss = model(input_ids=torch.tensor([prompts[3]]), labels=torch.tensor([prompts[3]])).loss
+    loss.backward()
+    assert all(torch.isfinite(p.grad).all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("walker", [Qwen3Walker, HFWalker])
+def test_nan_weights_are_named(model, prompts, expected, walker):
+    engine = make_engine(model, walker, steps_per_look=4)
+    weight = model.model.layers[1].mlp.down_proj.weight
+    value = weight.data[3, 5].clone()
+    weight.data[3, 5] = torch.nan
+    with pytest.raises(NonFiniteError, match=r"^prompt 0: .*non-finite weights: model\.layers\.1\.mlp\.down_proj\.weight$"):
+        engine.generate(prompts, greedy())
+    weight.data[3, 5] = value
+    engine.refresh_lora()
+    assert tokens_of(engine.generate(prompts, greedy())) == expected
+
+
+def test_nan_keys_do_not_outlive_the_call(model, prompts, expected):
+    """NaN that reached the pool's pages must not reach the sequences that get those pages next."""
+    engine = make_engine(model)
+    weight = model.model.layers[0].self_attn.v_proj.weight
+    value = weight.data[0, 0].clone()
+    weight.data[0, 0] = torch.nan
+    with pytest.raises(NonFiniteError, match=r"self_attn\.v_proj\.weight"):
+        engine.generate(prompts, greedy())
+    weight.data[0, 0] = value
+    engine.refresh_lora()
+    assert tokens_of(engine.generate(prompts, greedy())) == expected
+
+
+def test_generating_under_autocast_and_grad(model, prompts, expected):
+    """A trainer's surroundings do not reach the engine."""
+    engine = make_engine(model)
+    with torch.enable_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        assert tokens_of(engine.generate(prompts, greedy())) == expected
+    assert torch.is_grad_enabled()
+
+
+def test_capture_falls_back_on_a_cpu(model, prompts, expected):
+    with pytest.warns(UserWarning, match="no CUDA GPU"):
+        engine = make_engine(model, capture_cudagraph=True)
+    assert tokens_of(engine.generate(prompts[2:4], greedy())) == expected[2:4]
+    assert "no CUDA GPU" in engine.stats().fallbacks[0]
+
+
+def test_sleep_and_wake_up(model, prompts, expected):
+    engine = make_engine(model)
+    assert tokens_of(engine.generate(prompts, greedy())) == expected
+    engine.sleep()
+    engine.wake_up()
+    assert tokens_of(engine.generate(prompts, greedy())) == expected
+
+
+# ----------------------------------------------------------------------------------------------------------------- small parts
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 8, 33, 64, 256, 300])
+def test_decode_buckets(size):
+    buckets = decode_buckets(size)
+    assert buckets[0] == 2 and buckets[-1] == max(2, size)
+    assert buckets == sorted(set(buckets))
+    assert all(b - a <= max(4, b // 8) for a, b in zip(buckets, buckets[1:]))
+
+
+def test_rows_that_have_ended_stand_still():
+    """Row 0 goes on, row 1 hits a stop id, row 2 its last position, row 3 NaN, row 4 had ended: only row 0 moves."""
+    state = DecodeState(5, max_steps=2, device=torch.device("cpu"))
+    rows = torch.tensor([1, 2, 3, 4, 0])
+    state.ints[1:5, state.POSITION] = torch.tensor([10, 20, 30, 40])
+    state.ints[1:5, state.LAST_POSITION] = torch.tensor([99, 99, 30, 99])
+    state.ints[1:5, state.FIRST_STOP :] = -1
+    state.ints[2, state.FIRST_STOP] = 6
+    tokens = torch.tensor([5, 6, 7, -1, 8])
+    state.advance(rows, state.ints[rows], tokens, torch.zeros(2, 5))
+    assert state.ring_tokens[0].tolist() == [5, 6, 7, -1, DecodeState.NO_TOKEN]
+    assert state.ints[1:5, state.POSITION].tolist() == [11, 20, 30, 40]
+    assert state.ints[:5, state.ENDED].tolist() == [1, 0, 1, 1, 1]
+    assert state.ints[0, state.POSITION] == 0
+    state.advance(rows, state.ints[rows], tokens, torch.zeros(2, 5))
+    assert state.ring_tokens[1].tolist() == [5, *[DecodeState.NO_TOKEN] * 4]
