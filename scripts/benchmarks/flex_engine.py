@@ -766,9 +766,10 @@ class Scheduler:
 
     def reserve(self, max_steps: int) -> int:
         """Pages for the coming steps of every running sequence, preempting from the newest if there are too few. Returns the
-        number of steps: no more than any row that others wait behind still needs."""
-        remaining = [sequence.remaining for sequence in self.running]
-        steps = min(max_steps, min(remaining) if self.waiting else max(remaining))
+        number of steps: while others wait, no more than until a sixteenth of the rows must have ended, so that refills come
+        in batches and few rows stand still for long."""
+        remaining = sorted(sequence.remaining for sequence in self.running)
+        steps = min(max_steps, remaining[len(remaining) // 16] if self.waiting else remaining[-1])
         for sequence in list(self.running):
             if sequence.slot is None:
                 continue

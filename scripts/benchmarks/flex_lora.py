@@ -25,9 +25,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import flex_kernels
 from flex_lora_kernels import MAX_PARTS, add_low_rank, merge_low_rank, padded_rank
 from flex_nf4 import NF4Projection, float_weight, is_4bit
-from flex_weights import Embedding, Projection, SharedWeights
+from flex_weights import Embedding, Product, Projection, SharedWeights
 
 LORA_MODES = ("merged", "active")
 
@@ -187,7 +188,7 @@ def peft_configs(model: nn.Module) -> dict:
 # --------------------------------------------------------------------------------------------------------------- projections
 
 
-class ActiveProjection:
+class ActiveProjection(Product):
     """y = x Wᵀ + b + scaling · (x Aᵀ) Bᵀ part by part, times DoRA's scale: at most two kernels more than the base's one.
 
     Where it can, A lies under W in one storage, so that one product gives y and x Aᵀ; a base of another kind (NF4, or tied to the
@@ -203,7 +204,7 @@ class ActiveProjection:
         if self.stacked is not None:
             y_TN, xa_TPR = self.stacked(x_TK).tensor_split([self.b_NR.shape[0]], dim=1)
         else:
-            y_TN, xa_TPR = self.base(x_TK), F.linear(x_TK, self.a_PRK.flatten(0, 1))
+            y_TN, xa_TPR = self.base(x_TK), flex_kernels.linear(x_TK, self.a_PRK.flatten(0, 1))
         return add_low_rank(y_TN, xa_TPR, self.b_NR, self.sizes, self.scale_N)
 
 

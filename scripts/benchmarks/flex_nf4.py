@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flex_weights import SharedWeights
+from flex_weights import Product, SharedWeights
 
 # The 16 values of NF4 (QLoRA, https://arxiv.org/abs/2305.14314, appendix E), as bitsandbytes rounds them.
 NF4_VALUES = (
@@ -78,7 +78,7 @@ def float_weight(module: nn.Module) -> Tensor:
     return nf4_dequantize(codes, expanded_absmax(state), state.blocksize, state.dtype)
 
 
-class NF4Projection:
+class NF4Projection(Product):
     """y = x Wᵀ + b over packed NF4 weights: fused for the few rows of a decode step, dequantized for a prefill."""
 
     def __init__(self, codes: Tensor, absmax: Tensor, blocksize: int, weight_dtype: torch.dtype, bias: Tensor | None):

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+import flex_kernels
+
 
 @dataclass(eq=False)
 class Slot:
@@ -127,8 +129,23 @@ class SharedWeights:
         return next((name for name, p in self.model.named_parameters() if p is parameter), "a parameter")
 
 
+class Product:
+    """What a walker calls: `[T, K] -> [T, N]`, plain or with what usually follows it. How it is computed is the subclass's."""
+
+    def __call__(self, x_TK: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def add_norm(self, x_TK: Tensor, residual_TN: Tensor, norm_N: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """(rms_norm(total), total) with total = product + residual."""
+        return flex_kernels.rms_norm(self(x_TK), norm_N, eps, residual_TN)
+
+    def silu_gated(self, x_TK: Tensor) -> Tensor:
+        """silu(gate) * up of a product [gate | up]: `[T, N / 2]`."""
+        return flex_kernels.silu_mul(self(x_TK))
+
+
 @dataclass(eq=False)
-class Projection:
+class Projection(Product):
     """y = x Wᵀ + b, where W stacks the weights of one or more linears that read the same input."""
 
     weight: Tensor
@@ -139,7 +156,17 @@ class Projection:
         return cls(weights.pack([linear.weight for linear in linears]), weights.pack_bias(linears))
 
     def __call__(self, x_TK: Tensor) -> Tensor:
-        return nn.functional.linear(x_TK, self.weight, self.bias)
+        return flex_kernels.linear(x_TK, self.weight, self.bias)
+
+    def add_norm(self, x_TK: Tensor, residual_TN: Tensor, norm_N: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        if self.bias is not None:
+            return super().add_norm(x_TK, residual_TN, norm_N, eps)
+        return flex_kernels.linear_add_norm(x_TK, self.weight, residual_TN, norm_N, eps)
+
+    def silu_gated(self, x_TK: Tensor) -> Tensor:
+        if self.bias is not None:
+            return super().silu_gated(x_TK)
+        return flex_kernels.gate_up_silu(x_TK, self.weight)
 
 
 @dataclass(eq=False)

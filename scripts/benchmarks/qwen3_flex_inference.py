@@ -12,25 +12,24 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 
 from flex_cli import build_parser, run_script
 from flex_engine import Attend, AttentionSpec, WrittenWalker
-from flex_kernels import rms_norm, silu_mul
-from flex_weights import Projection
+from flex_kernels import rms_norm
+from flex_weights import Product
 
 
 @dataclass
 class Layer:
     input_norm: Tensor
-    qkv: Projection
+    qkv: Product
     q_norm: Tensor | None
     k_norm: Tensor | None
-    o: Projection
+    o: Product
     mlp_norm: Tensor
-    gate_up: Projection
-    down: Projection
+    gate_up: Product
+    down: Product
 
 
 class Qwen3Walker(WrittenWalker):
@@ -67,15 +66,16 @@ class Qwen3Walker(WrittenWalker):
         self.lm_head = projection(lm_head)
 
     def forward(self, tokens_T: Tensor, positions_T: Tensor, attend: Attend) -> Tensor | None:
-        x_TC, residual_TC = self.embed(tokens_T), None
-        for index, layer in enumerate(self.layers):
-            x_TC, residual_TC = rms_norm(x_TC, layer.input_norm, self.eps, residual_TC)
+        residual_TC = self.embed(tokens_T)
+        x_TC, _ = rms_norm(residual_TC, self.layers[0].input_norm, self.eps)
+        next_norms = [layer.input_norm for layer in self.layers[1:]] + [self.final_norm]
+        for index, (layer, next_norm) in enumerate(zip(self.layers, next_norms)):
             x_TC = attend(index, layer.qkv(x_TC), layer.q_norm, layer.k_norm, self.rope, self.eps)
             if attend.prefill and index == len(self.layers) - 1:
                 return None  # the last keys and values are stored, and nothing else is wanted of a prefill
-            x_TC, residual_TC = rms_norm(layer.o(x_TC), layer.mlp_norm, self.eps, residual_TC)
-            x_TC = layer.down(silu_mul(layer.gate_up(x_TC)))
-        x_TC, _ = rms_norm(x_TC, self.final_norm, self.eps, residual_TC)
+            x_TC, residual_TC = layer.o.add_norm(x_TC, residual_TC, layer.mlp_norm, self.eps)
+            x_TI = layer.gate_up.silu_gated(x_TC)
+            x_TC, residual_TC = layer.down.add_norm(x_TI, residual_TC, next_norm, self.eps)
         return self.lm_head(x_TC)
 
 
