@@ -162,7 +162,15 @@ def test_parse_answer(completion, answer):
 def test_prompts_file_lines(tmp_path):
     file = tmp_path / "prompts.jsonl"
     messages = [{"role": "user", "content": "hello"}]
-    lines = ["plain text", '"a string"', '{"prompt": "p", "answer": "1,024"}', json.dumps({"messages": messages}), "", "17", '{"a": 1}']
+    lines = [
+        "plain text",
+        '"a string"',
+        '{"prompt": "p", "answer": "1,024"}',
+        json.dumps({"messages": messages}),
+        "",
+        "17",
+        '{"a": 1}',
+    ]
     lines += ['{"broken"', '"unfinished', "null", '{"prompt": "line\u2028separator"}']
     file.write_text("\n".join(lines), encoding="utf-8")
     raw = read_prompts_file(str(file))
@@ -177,7 +185,9 @@ def test_prompts_file_lines(tmp_path):
 
 @pytest.mark.parametrize("content", [17, None, True, ["a"], [{"role": "user"}], [{"role": "user", "content": 3}], {"a": "b"}])
 def test_prompt_that_is_no_text(content):
-    assert "must be text or a list of messages" in render(RawPrompt("x", content), "plain", flex_cli.byte_tokenizer(512, None)).error
+    assert (
+        "must be text or a list of messages" in render(RawPrompt("x", content), "plain", flex_cli.byte_tokenizer(512, None)).error
+    )
 
 
 @pytest.mark.parametrize("content", ["", "  \n", [], [{"role": "user", "content": " "}]])
@@ -194,7 +204,9 @@ def test_prompts_of_flags_and_file_come_before_built_in_ones(tmp_path, capsys):
     assert raw[-1] == raw[0] and "repeat" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("make", [lambda path: None, lambda path: path.write_text("\n\n"), lambda path: path.write_bytes(b"\xff\xfe\xfa")])
+@pytest.mark.parametrize(
+    "make", [lambda path: None, lambda path: path.write_text("\n\n"), lambda path: path.write_bytes(b"\xff\xfe\xfa")]
+)
 def test_unusable_prompts_file_is_one_line(make, tmp_path):
     file = tmp_path / "prompts.txt"
     make(file)
@@ -238,7 +250,9 @@ def test_grpo_template():
     assert prompt.token_ids == tokenizer.encode(prompt.text) and prompt.token_ids.count(300) == 1
     conversation = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2?"}]
     conversation += [{"role": "assistant", "content": "4"}, {"role": "user", "content": "And 3 + 3?"}]
-    assert render(RawPrompt("x", conversation), "grpo", tokenizer).text == "Be brief.<300>2 + 2?4<300>And 3 + 3?<start_working_out>"
+    assert (
+        render(RawPrompt("x", conversation), "grpo", tokenizer).text == "Be brief.<300>2 + 2?4<300>And 3 + 3?<start_working_out>"
+    )
 
 
 def test_template_that_refuses_a_conversation():
@@ -254,7 +268,7 @@ class FakeEngine:
     """Answers every prompt with its length; refuses what the engine refuses."""
 
     def __init__(self, max_seq_len: int = 64):
-        self.config = EngineConfig(max_seq_len=max_seq_len)
+        self.config, self.device = EngineConfig(max_seq_len=max_seq_len), torch.device("cpu")
         self.calls = []
 
     def generate(self, prompts, params, progress=False, skip_invalid=False):
@@ -267,7 +281,7 @@ class FakeEngine:
             outputs.append(RequestOutput(index, ids, [] if error else [completion] * params.n, error))
         return outputs
 
-    def reset_stats(self):
+    def reset_stats(self) -> None:
         pass
 
     def stats(self):
@@ -286,7 +300,11 @@ def benchmark_args(tmp_path: Path, *argv: str):
 def test_benchmark(tmp_path, capsys):
     args = benchmark_args(tmp_path, "--n", "2", "--seed", "5")
     engine = FakeEngine()
-    prompts = [Prompt("built-in", "seven?", [3] * 7, answer=7), Prompt("built-in", "eight?", [3] * 8, answer=9), Prompt("--prompt 0", "?", [3])]
+    prompts = [
+        Prompt("built-in", "seven?", [3] * 7, answer=7),
+        Prompt("built-in", "eight?", [3] * 8, answer=9),
+        Prompt("--prompt 0", "?", [3]),
+    ]
     assert flex_cli.run_benchmark(engine, prompts, args) == 0
     assert [params.seed for _, params in engine.calls] == [5, 5, 6, 7]  # the warm-up, then the rounds
 
@@ -307,7 +325,9 @@ def test_bad_prompts_are_named_and_the_others_run(tmp_path, capsys):
     file = tmp_path / "prompts.jsonl"
     file.write_text('"fine"\n""\n17\n"' + "long " * 100 + '"\n{"a": 1}\n"fine too"\n')
     args = benchmark_args(tmp_path, "--prompts_file", str(file))
-    prompts = flex_cli.template_prompts(args, flex_cli.load_prompts(args), tiny_config("llama"), flex_cli.byte_tokenizer(512, None))
+    prompts = flex_cli.template_prompts(
+        args, flex_cli.load_prompts(args), tiny_config("llama"), flex_cli.byte_tokenizer(512, None)
+    )
     engine = FakeEngine()
     assert flex_cli.run_benchmark(engine, prompts, args) == 1
 
@@ -433,7 +453,7 @@ def test_two_processes_converting_at_once(tmp_path, monkeypatch):
     def convert_while_another_finishes(gguf: Path, target: Path) -> None:
         target.mkdir()
         (target / "config.json").write_text("mine")
-        winner = tmp_path / f"smollm2-135m-instruct-{embedded_model.GGUF_SHA256[:8]}"
+        winner = tmp_path / embedded_model.MODEL_DIR
         winner.mkdir()
         (winner / "config.json").write_text("theirs")
 
@@ -472,14 +492,28 @@ def test_local_folder(tmp_path):
 
 # -------------------------------------------------------------------------------------------------------------- dummy weights
 
-SMALL = dict(vocab_size=512, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+SMALL = dict(
+    vocab_size=512, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
+)
 
 
 def shrunk(preset: Path) -> PreTrainedConfig:
     """The preset's architecture with every switch it has, and small sizes."""
     values = json.loads(preset.read_text()) | SMALL
-    values |= {key: size for key, size in {"head_dim": 32, "global_head_dim": 64, "num_experts": 4, "num_experts_per_tok": 2}.items() if key in values}
-    values |= {key: size for key, size in {"moe_intermediate_size": 32, "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 512}.items() if key in values}
+    values |= {
+        key: size
+        for key, size in {"head_dim": 32, "global_head_dim": 64, "num_experts": 4, "num_experts_per_tok": 2}.items()
+        if key in values
+    }
+    values |= {
+        key: size
+        for key, size in {
+            "moe_intermediate_size": 32,
+            "hidden_size_per_layer_input": 16,
+            "vocab_size_per_layer_input": 512,
+        }.items()
+        if key in values
+    }
     if "layer_types" in values:
         values |= {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2}
     values |= {key: 400 for key in ("bos_token_id", "eos_token_id")}

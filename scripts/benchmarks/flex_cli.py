@@ -21,6 +21,7 @@ import statistics
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib import metadata, resources
@@ -55,6 +56,7 @@ from flex_engine import (
     SamplingParams,
     Walker,
 )
+from flex_profile import copy_bandwidth, decode_step_bytes, format_profile, plot_profile, profile_decode_step
 from prompts import WORD_PROBLEMS, Prompt, RawPrompt, choose_template, parse_answer, read_prompts_file, render
 
 EMBEDDED = "embedded"
@@ -62,6 +64,7 @@ MODEL_CONFIGS = Path(__file__).parent / "model_configs"
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 MAX_DEFAULT_BATCH = 256
 SAMPLES_SHOWN, PROMPT_TAIL = 3, 240
+PROFILED_STEPS = 88  # of profile_decode_step, warm-up and rounds together
 
 
 def fail(message: str) -> NoReturn:
@@ -110,9 +113,15 @@ def add_common_arguments(parser: argparse.ArgumentParser, default_model: str) ->
     group.add_argument("--walker", choices=("fused", "hf"), default="fused", help="hf: the model's own forward, as reference")
 
     group = parser.add_argument_group("prompts")
-    group.add_argument("--n_prompts", metavar="N", type=integer(1), default=64 if on_gpu else 8, help="how many; repeated if there are fewer")
-    group.add_argument("--prompts_file", metavar="FILE", help='one per line: text, or JSON: "...", {"prompt": ...} or {"messages": [...]}')
-    group.add_argument("--prompt", action="append", metavar="TEXT", help="a prompt of your own, instead of the built-in ones; repeatable")
+    group.add_argument(
+        "--n_prompts", metavar="N", type=integer(1), default=64 if on_gpu else 8, help="how many; repeated if there are fewer"
+    )
+    group.add_argument(
+        "--prompts_file", metavar="FILE", help='one per line: text, or JSON: "...", {"prompt": ...} or {"messages": [...]}'
+    )
+    group.add_argument(
+        "--prompt", action="append", metavar="TEXT", help="a prompt of your own, instead of the built-in ones; repeatable"
+    )
     group.add_argument(
         "--chat_template",
         choices=("auto", "grpo", "native"),
@@ -127,18 +136,42 @@ def add_common_arguments(parser: argparse.ArgumentParser, default_model: str) ->
     group.add_argument("--top_p", metavar="X", type=number(0, 1, open_low=True), default=1.0, help="1 is off")
     group.add_argument("--min_p", metavar="X", type=number(0, 1), default=0.0, help="0 is off")
     group.add_argument("--n", metavar="N", type=integer(1), default=1, help="completions of each prompt")
-    group.add_argument("--seed", metavar="N", type=integer(0), default=0, help="of sampling and of dummy weights; each round adds one")
+    group.add_argument(
+        "--seed", metavar="N", type=integer(0), default=0, help="of sampling and of dummy weights; each round adds one"
+    )
     group.add_argument("--stop", action="append", metavar="TEXT", help="a string that ends a completion; repeatable")
-    group.add_argument("--stop_token_ids", type=integer(0), nargs="+", metavar="ID", help="ids that end a completion besides the model's")
-    group.add_argument("--ignore_eos", action="store_true", help="go on to --max_new_tokens: every completion has the same length")
+    group.add_argument(
+        "--stop_token_ids", type=integer(0), nargs="+", metavar="ID", help="ids that end a completion besides the model's"
+    )
+    group.add_argument(
+        "--ignore_eos", action="store_true", help="go on to --max_new_tokens: every completion has the same length"
+    )
 
     group = parser.add_argument_group("engine")
-    group.add_argument("--max_batch_size", metavar="N", type=integer(1), help=f"sequences decoded at a time (default: all, at most {MAX_DEFAULT_BATCH})")
-    group.add_argument("--max_seq_len", metavar="N", type=integer(2), help="prompt and completion (default: longest prompt + --max_new_tokens)")
-    group.add_argument("--page_size", metavar="N", type=integer(1), default=EngineConfig.page_size, help="tokens; a power of two of at least 16")
-    group.add_argument("--kv_memory_gb", metavar="X", type=number(0, math.inf, open_low=True), help="of the KV cache (default: what the run needs)")
     group.add_argument(
-        "--prefill_token_budget", metavar="N", type=integer(1), default=EngineConfig.prefill_token_budget, help="prompt tokens in one forward"
+        "--max_batch_size",
+        metavar="N",
+        type=integer(1),
+        help=f"sequences decoded at a time (default: all, at most {MAX_DEFAULT_BATCH})",
+    )
+    group.add_argument(
+        "--max_seq_len", metavar="N", type=integer(2), help="prompt and completion (default: longest prompt + --max_new_tokens)"
+    )
+    group.add_argument(
+        "--page_size", metavar="N", type=integer(1), default=EngineConfig.page_size, help="tokens; a power of two of at least 16"
+    )
+    group.add_argument(
+        "--kv_memory_gb",
+        metavar="X",
+        type=number(0, math.inf, open_low=True),
+        help="of the KV cache (default: what the run needs)",
+    )
+    group.add_argument(
+        "--prefill_token_budget",
+        metavar="N",
+        type=integer(1),
+        default=EngineConfig.prefill_token_budget,
+        help="prompt tokens in one forward",
     )
     group.add_argument(
         "--capture_cudagraph",
@@ -146,17 +179,35 @@ def add_common_arguments(parser: argparse.ArgumentParser, default_model: str) ->
         default=None,
         help="decode in CUDA graphs (default: where there is a GPU)",
     )
-    group.add_argument("--steps_per_look", metavar="N", type=integer(1), help="decode steps between two looks of the host (default: 16, on a CPU 1)")
-    group.add_argument("--attention_backend", choices=("auto", "flex", "triton", "sdpa"), default="auto", help="auto: triton, on a CPU sdpa")
+    group.add_argument(
+        "--steps_per_look",
+        metavar="N",
+        type=integer(1),
+        help="decode steps between two looks of the host (default: 16, on a CPU 1)",
+    )
+    group.add_argument(
+        "--attention_backend", choices=("auto", "flex", "triton", "sdpa"), default="auto", help="auto: triton, on a CPU sdpa"
+    )
     for phase in ("decode", "prefill"):
         group.add_argument(
             f"--{phase}_kernel_options", type=json_object, metavar="JSON", help=f"of the {phase} attention kernel; JSON or @FILE"
         )
 
     group = parser.add_argument_group("run")
-    group.add_argument("--n_rounds", metavar="N", type=integer(1), default=5 if on_gpu else 2, help="measured generate calls, after one to warm up")
-    group.add_argument("--stats_path", default=f"outputs/{parser.prog.removesuffix('.py')}_stats.json", metavar="FILE", help="where the stats JSON goes")
-    group.add_argument("--profile", action="store_true", help="print the kernels of a short generate call, by time, at the end")
+    group.add_argument(
+        "--n_rounds",
+        metavar="N",
+        type=integer(1),
+        default=5 if on_gpu else 2,
+        help="measured generate calls, after one to warm up",
+    )
+    group.add_argument(
+        "--stats_path",
+        default=f"outputs/{parser.prog.removesuffix('.py')}_stats.json",
+        metavar="FILE",
+        help="where the stats JSON goes",
+    )
+    group.add_argument("--profile", action="store_true", help="print and draw the kernels of one decode step, at the end")
 
 
 def integer(low: int) -> Callable[[str], int]:
@@ -270,9 +321,7 @@ def load_model(args: argparse.Namespace) -> tuple[PreTrainedModel, PreTrainedTok
     return load_pretrained(args.model_name, dtype, device)
 
 
-def load_pretrained(
-    name: str, dtype: torch.dtype, device: torch.device
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def load_pretrained(name: str, dtype: torch.dtype, device: torch.device) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A local folder or a hub model. Ends the script if it can't be had."""
     local_only = not Path(name).is_dir() and not hub_reachable()
     try:
@@ -426,6 +475,7 @@ class RoundStats:
     total_seconds: float
     prefill_seconds: float | None = None
     decode_seconds: float | None = None
+    decode_steps: int | None = None
     preemptions: int = 0
     pages_used: int | None = None
 
@@ -436,14 +486,14 @@ class RoundStats:
 
 @dataclass
 class SampleCompletion:
-    """One completion to read. `correct` is None where the prompt's answer isn't known."""
+    """One completion to read. `mean_logprob` is None where the backend gives none, `correct` where the answer isn't known."""
 
     prompt_index: int
     prompt: str
     text: str
     finish_reason: str
     tokens: int
-    mean_logprob: float
+    mean_logprob: float | None
     correct: bool | None
 
 
@@ -512,7 +562,8 @@ class RunStats:
         return max((r.pages_used for r in self.rounds if r.pages_used is not None), default=None)
 
     def to_json(self) -> str:
-        derived = {name: getattr(self, name) for name, value in vars(RunStats).items() if isinstance(value, property)}
+        cls = type(self)
+        derived = {name: getattr(self, name) for name in dir(cls) if isinstance(getattr(cls, name), property)}
         return json.dumps(dataclasses.asdict(self) | derived, indent=2)
 
     @classmethod
@@ -568,19 +619,23 @@ def check_writable(path: str) -> None:
 # ---------------------------------------------------------------------------------------------------------------------- run
 
 
-def run_script(parser: argparse.ArgumentParser, walker_class: Callable[[PreTrainedModel], Walker], argv: list[str] | None = None) -> int:
+def run_script(
+    parser: argparse.ArgumentParser, walker_class: Callable[[PreTrainedModel], Walker], argv: list[str] | None = None
+) -> int:
     """The whole of an inference script; returns its exit status. What the user can put right ends in one line, not a traceback."""
     args = parser.parse_args(argv)
     check_writable(args.stats_path)
     raw = load_prompts(args)
     model, tokenizer = load_model(args)
     prompts = template_prompts(args, raw, model.config, tokenizer)
-    try:
-        walker = HFWalker(model) if args.walker == "hf" else walker_class(model)
-        engine = FlexEngine(walker, tokenizer, engine_config(args, prompts, model.config))
-    except ValueError as error:
-        fail(str(error))
-    return run_benchmark(engine, prompts, args)
+    with warnings.catch_warnings():
+        warnings.showwarning = lambda message, *_, **__: note(f"warning: {message}")
+        try:
+            walker = HFWalker(model) if args.walker == "hf" else walker_class(model)
+            engine = FlexEngine(walker, tokenizer, engine_config(args, prompts, model.config))
+        except ValueError as error:
+            fail(str(error))
+        return run_benchmark(engine, prompts, args)
 
 
 def run_benchmark(engine: FlexEngine, prompts: list[Prompt], args: argparse.Namespace, backend: str = "flex") -> int:
@@ -598,7 +653,7 @@ def run_benchmark(engine: FlexEngine, prompts: list[Prompt], args: argparse.Name
         fail("no prompt can be run")
 
     config = {key: value for key, value in vars(args).items() if key != "default_model"} | dataclasses.asdict(engine.config)
-    stats = RunStats(backend, args.model_name, device_name(default_device()), library_versions(), config)
+    stats = RunStats(backend, args.model_name, device_name(engine.device), library_versions(), config)
     stats.invalid_prompts = {str(index): reason for index, reason in invalid.items()}
     prepared = engine.stats()
     inputs = [prompts[index].token_ids for index in runnable]
@@ -610,10 +665,11 @@ def run_benchmark(engine: FlexEngine, prompts: list[Prompt], args: argparse.Name
 
     add_engine_stats(stats, engine.stats(), prepared)
     add_peak_memory(stats)
+    context = mean_context(outputs)
+    if engine.device.type == "cuda":
+        add_bandwidth(stats, engine, context)
     completions = [
-        judge(index, prompts[index], completion)
-        for index, output in zip(runnable, outputs)
-        for completion in output.outputs
+        judge(index, prompts[index], completion) for index, output in zip(runnable, outputs) for completion in output.outputs
     ]
     graded = [completion.correct for completion in completions if completion.correct is not None]
     stats.accuracy = statistics.mean(graded) if graded else None
@@ -625,13 +681,13 @@ def run_benchmark(engine: FlexEngine, prompts: list[Prompt], args: argparse.Name
         fail(f"--stats_path {args.stats_path}: {error}")
     print(f"stats: {args.stats_path}")
     if args.profile:
-        print_profile(engine, inputs, sampling_params(args))
+        print_profile(
+            engine, min(len(completions), engine.config.max_batch_size), context, Path(args.stats_path).with_suffix(".png")
+        )
     return 1 if invalid else 0
 
 
-def run_round(
-    engine: FlexEngine, inputs: list[list[int]], params: SamplingParams
-) -> tuple[RoundStats, list[RequestOutput]]:
+def run_round(engine: FlexEngine, inputs: list[list[int]], params: SamplingParams) -> tuple[RoundStats, list[RequestOutput]]:
     engine.reset_stats()
     started = time.perf_counter()
     outputs = engine.generate(inputs, params, progress=True)
@@ -642,6 +698,7 @@ def run_round(
         total_seconds=seconds,
         prefill_seconds=totals.prefill_seconds,
         decode_seconds=totals.decode_seconds,
+        decode_steps=totals.decode_steps,
         preemptions=totals.preemptions,
         pages_used=totals.peak_pages_used,
     )
@@ -668,6 +725,21 @@ def add_peak_memory(stats: RunStats) -> None:
         stats.peak_reserved_gb = torch.cuda.max_memory_reserved() / 1e9
 
 
+def mean_context(outputs: list[RequestOutput]) -> int:
+    """Keys that a decode step's row saw, on average over the generated tokens."""
+    lengths = [(len(output.prompt_token_ids), len(c.token_ids)) for output in outputs for c in output.outputs]
+    return sum(new * (prompt + new // 2) for prompt, new in lengths) // sum(new for _, new in lengths)
+
+
+def add_bandwidth(stats: RunStats, engine: FlexEngine, context: int) -> None:
+    """The bytes that the last round's decode steps had to read, against its time and what a large copy reaches on this GPU."""
+    last = stats.rounds[-1]
+    rows = round(last.generated_tokens / last.decode_steps)
+    per_second = decode_step_bytes(engine, rows, context) * last.decode_steps / last.decode_seconds
+    stats.achieved_tb_per_second = per_second / 1e12
+    stats.bandwidth_floor_percent = 100 * per_second / copy_bandwidth(engine.device, num_bytes=1 << 30)
+
+
 def judge(index: int, prompt: Prompt, completion: CompletionOutput) -> SampleCompletion:
     return SampleCompletion(
         prompt_index=index,
@@ -686,7 +758,8 @@ def print_report(stats: RunStats) -> None:
         tail = sample.prompt[-PROMPT_TAIL:]
         print(f"\n--- prompt {sample.prompt_index}: {'...' if tail != sample.prompt else ''}{tail}")
         print(f">>> {sample.text}")
-        print(f"[{sample.finish_reason}, {sample.tokens} tokens, mean logprob {sample.mean_logprob:.3f}{verdict}]")
+        logprob = "" if sample.mean_logprob is None else f", mean logprob {sample.mean_logprob:.3f}"
+        print(f"[{sample.finish_reason}, {sample.tokens} tokens{logprob}{verdict}]")
 
     def rates(median: float | None, best: float | None) -> str:
         return "-" if median is None else f"{median:.1f} tok/s median, {best:.1f} best"
@@ -703,6 +776,8 @@ def print_report(stats: RunStats) -> None:
         if stats.peak_reserved_gb is None
         else f"{stats.peak_allocated_gb:.2f} GB peak allocated, {stats.peak_reserved_gb:.2f} GB peak reserved",
     }
+    if stats.bandwidth_floor_percent is not None:
+        rows["bandwidth"] = f"{stats.achieved_tb_per_second:.2f} TB/s, {stats.bandwidth_floor_percent:.0f} % of the floor's"
     if stats.accuracy is not None:
         rows["right answers"] = f"{stats.accuracy:.0%} in the last round"
     print()
@@ -712,11 +787,16 @@ def print_report(stats: RunStats) -> None:
         print(f"note: {fallback}")
 
 
-def print_profile(engine: FlexEngine, inputs: list[list[int]], params: SamplingParams) -> None:
-    """The kernels of a generate call of 16 tokens, by their own time."""
-    on_gpu = torch.cuda.is_available()
-    activities = [torch.profiler.ProfilerActivity.CPU] + [torch.profiler.ProfilerActivity.CUDA] * on_gpu
-    with torch.profiler.profile(activities=activities) as profiler:
-        engine.generate(inputs, dataclasses.replace(params, max_tokens=min(params.max_tokens, 16)))
-    sort_by = "self_cuda_time_total" if on_gpu else "self_cpu_time_total"
-    print(profiler.key_averages().table(sort_by=sort_by, row_limit=25, max_name_column_width=60))
+def print_profile(engine: FlexEngine, batch_size: int, context: int, plot_path: Path) -> None:
+    """The kernels of one decode step at about the run's batch and context, as a table and a picture."""
+    steps = PROFILED_STEPS
+    context = max(steps // 2 + 1, min(context, engine.config.max_seq_len - steps // 2 - 1))
+    pages_each = -(-(context + steps // 2 + 1) // engine.config.page_size)
+    batch_size = min(batch_size, engine.stats().total_pages // pages_each)
+    if context + steps // 2 >= engine.config.max_seq_len or batch_size == 0:
+        note(f"--profile needs room for {steps} tokens: raise --max_seq_len or --kv_memory_gb")
+        return
+    profiled = profile_decode_step(engine, batch_size, context)
+    print(f"\n{format_profile(profiled)}")
+    plot_profile(profiled, str(plot_path))
+    print(f"picture: {plot_path}")
