@@ -44,6 +44,7 @@ from flex_paged_attention import (
     PADDING_SLOT,
     PagedKVCache,
     PrefillBatch,
+    ineligible_decodes,
     make_backend,
 )
 from flex_lora import Adapters
@@ -424,7 +425,8 @@ class FlexEngine:
         self.cache.wake_up()
 
     def stats(self) -> EngineStats:
-        return replace(self._stats, peak_pages_used=self.cache.pages.peak_used, fallbacks=list(self.fallbacks))
+        fallbacks = [*self.fallbacks, *(ineligible_decodes if self.backend.name == "flex" else [])]
+        return replace(self._stats, peak_pages_used=self.cache.pages.peak_used, fallbacks=fallbacks)
 
     def reset_stats(self) -> None:
         """Starts counting anew; what was compiled and captured so far stays counted."""
@@ -620,6 +622,8 @@ class FlexEngine:
         self.state.row_slot.copy_(rows)
         self._synchronize()
         done = time.perf_counter()
+        for reason in set(ineligible_decodes) if self.backend.name == "flex" else ():
+            warnings.warn(reason, stacklevel=2)
         self._stats.compile_seconds += compiled - started
         self._stats.capture_seconds += done - compiled
         self._stats.capture_seconds_per_bucket[bucket] = done - started

@@ -394,6 +394,27 @@ def _compiled_flex(dynamic: bool):
     return torch.compile(flex_attention, dynamic=dynamic, fullgraph=True, mode=mode)
 
 
+# What kept a decode call of flex_attention from the decode kernel; it would take the long-query kernel without a word.
+ineligible_decodes: list[str] = []
+
+
+@memoize
+def _watch_decode_lowering() -> None:
+    """Notes every compilation in which Inductor refuses the decode kernel to a single query row."""
+    from torch._inductor.kernel.flex import flex_attention as lowering
+
+    choose = lowering._use_flex_decoding
+
+    def watched(query, kv_indices, value, *args):
+        taken = choose(query, kv_indices, value, *args)
+        sizes = [list(tensor.get_size()) for tensor in (query, value)]
+        if not taken and sizes[0][2] == 1:
+            ineligible_decodes.append(f"flex_attention refused its decode kernel for queries {sizes[0]} over values {sizes[1]}")
+        return taken
+
+    lowering._use_flex_decoding = watched
+
+
 def _softcap_score_mod(softcap: float | None):
     if softcap is None:
         return None
@@ -437,6 +458,8 @@ class FlexAttention(AttentionBackend):
             # The decode kernel takes power-of-two groups only; others would silently get the long-query kernel.
             q_BHGD = F.pad(q_BHGD, (0, 0, 0, padded_group - group))
         options = self.decode_options or default_decode_options(q_BHD)
+        if q_BHD.is_cuda:
+            _watch_decode_lowering()
         o_BH1D = _compiled_flex(dynamic=False)(
             q_BHGD.flatten(1, 2)[:, :, None], k_pool_HND[None], v_pool_HND[None],
             score_mod=_softcap_score_mod(spec.softcap),
