@@ -56,6 +56,7 @@ from flex_engine import (
     SamplingParams,
     Walker,
 )
+from flex_memory import peak_memory_gb
 from flex_profile import copy_bandwidth, decode_step_bytes, format_profile, plot_profile, profile_decode_step
 from prompts import WORD_PROBLEMS, Prompt, RawPrompt, choose_template, parse_answer, read_prompts_file, render
 
@@ -718,11 +719,10 @@ def add_engine_stats(stats: RunStats, totals: EngineStats, prepared: EngineStats
 
 
 def add_peak_memory(stats: RunStats) -> None:
-    """Of the whole process, model loading included."""
+    """Of the whole process, model loading and the KV pool included."""
     stats.peak_rss_gb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
     if torch.cuda.is_available():
-        stats.peak_allocated_gb = torch.cuda.max_memory_allocated() / 1e9
-        stats.peak_reserved_gb = torch.cuda.max_memory_reserved() / 1e9
+        stats.peak_allocated_gb, stats.peak_reserved_gb = peak_memory_gb()
 
 
 def mean_context(outputs: list[RequestOutput]) -> int:

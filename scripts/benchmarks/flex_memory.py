@@ -15,6 +15,29 @@ from torch import Tensor
 _DEVICE, _PINNED, _READ_WRITE = 1, 1, 3  # CU_MEM_LOCATION_TYPE_DEVICE, CU_MEM_ALLOCATION_TYPE_PINNED, CU_MEM_ACCESS_FLAGS_PROT_READWRITE
 
 
+_mapped_bytes = 0
+_peak_mapped_bytes = 0
+
+
+def peak_memory_gb() -> tuple[float, float]:
+    """Peak allocated and peak reserved device memory since `reset_peak_memory`, in 10^9 bytes: torch's own peaks, plus the
+    peak of what `DeviceMemory` maps outside of torch's allocator."""
+    mapped = _peak_mapped_bytes
+    return (torch.cuda.max_memory_allocated() + mapped) / 1e9, (torch.cuda.max_memory_reserved() + mapped) / 1e9
+
+
+def reset_peak_memory() -> None:
+    global _peak_mapped_bytes
+    _peak_mapped_bytes = _mapped_bytes
+    torch.cuda.reset_peak_memory_stats()
+
+
+def _count_mapped(num_bytes: int) -> None:
+    global _mapped_bytes, _peak_mapped_bytes
+    _mapped_bytes += num_bytes
+    _peak_mapped_bytes = max(_peak_mapped_bytes, _mapped_bytes)
+
+
 class _Location(ctypes.Structure):
     _fields_ = [("type", ctypes.c_int), ("id", ctypes.c_int)]
 
@@ -74,6 +97,7 @@ class DeviceMemory:
         access = _AccessDesc(self.prop.location, _READ_WRITE)
         self._call("cuMemSetAccess", self.address, self._size, ctypes.byref(access), ctypes.c_size_t(1))
         self.mapped = True
+        _count_mapped(self.num_bytes)
 
     def unmap(self) -> None:
         """Gives the physical memory back; nothing may touch the tensors until the next `map`."""
@@ -83,6 +107,7 @@ class DeviceMemory:
         self._call("cuMemUnmap", self.address, self._size)
         self._call("cuMemRelease", self.handle)
         self.mapped = False
+        _count_mapped(-self.num_bytes)
 
     def tensor(self, shape: tuple[int, ...], dtype: torch.dtype, offset: int = 0) -> Tensor:
         """A view of `shape` that starts `offset` bytes in. It does not keep the memory alive; the owner must."""

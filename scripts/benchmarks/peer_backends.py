@@ -6,6 +6,7 @@ A backend imports its library only when it is made, so that this module loads wh
 from __future__ import annotations
 
 import argparse
+import gc
 import hashlib
 import importlib.util
 import json
@@ -20,6 +21,7 @@ import torch
 from transformers import CompileConfig, ContinuousBatchingConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from embedded_model import embedded_model_path
+import flex_memory
 from flex_cli import EMBEDDED, default_device, engine_config, find_config, load_model, resolve_dtype, sampling_params
 from flex_engine import EngineConfig, EngineStats, FlexEngine, HFWalker, SamplingParams, Walker
 from persistent_cb import PersistentCB
@@ -101,13 +103,14 @@ def torch_peak_memory(worker: object = None) -> tuple[float, float] | None:
     """Of the calling process. `worker` is what vLLM passes to a function that it runs in its engine's process."""
     if not torch.cuda.is_available():
         return None
-    return torch.cuda.max_memory_allocated() / 1e9, torch.cuda.max_memory_reserved() / 1e9
+    return flex_memory.peak_memory_gb()
 
 
 def reset_peak_memory() -> None:
     if torch.cuda.is_available():
+        gc.collect()
         torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
+        flex_memory.reset_peak_memory()
 
 
 # -------------------------------------------------------------------------------------------------------------------- flex
@@ -116,16 +119,10 @@ def reset_peak_memory() -> None:
 class Flex(Peer):
     """This project's engine, made anew for each workload, so that it takes no more memory than that one needs."""
 
-    @classmethod
-    def refusal(cls, args: argparse.Namespace) -> str | None:
-        if args.load_in_4bit or args.lora_adapter:
-            return "LoRA and 4-bit are not wired yet"
-        return super().refusal(args)
-
     def __init__(self, args: argparse.Namespace, config: PreTrainedConfig, workloads: Sequence[Workload]):
         super().__init__(args, config, workloads)
-        self.model, _ = load_model(args)
-        self.walker = make_walker(self.model, args)
+        model, _ = load_model(args)
+        self.walker = make_walker(with_adapter(model, args.lora_adapter), args)
         self.engine: FlexEngine | None = None
 
     def start(self, workload: Workload) -> None:
@@ -148,8 +145,8 @@ class Flex(Peer):
         return Generated([c.token_ids for output in outputs for c in output.outputs], self.engine.stats())
 
 
-def make_walker(model: PreTrainedModel, args: argparse.Namespace) -> Walker:
-    return HFWalker(model) if args.walker == "hf" else Qwen3Walker(model)
+def make_walker(model: torch.nn.Module, args: argparse.Namespace) -> Walker:
+    return HFWalker(unwrapped(model)) if args.walker == "hf" else Qwen3Walker(model, lora_mode=args.lora_mode)
 
 
 def request_params(args: argparse.Namespace, workload: Workload, max_tokens: int, seed: int) -> SamplingParams:
@@ -271,7 +268,7 @@ class HFNaive(Peer):
         model, _ = load_model(self.args)
         if self.args.attn_impl:
             model.set_attn_implementation(self.args.attn_impl)
-        return with_adapter(model, self.args.lora_adapter)
+        return unwrapped(with_adapter(model, self.args.lora_adapter))
 
     def start(self, workload: Workload) -> None:
         reset_peak_memory()
@@ -366,10 +363,15 @@ class Unsloth(HFNaive):
         )  # fmt: skip
         model = with_adapter(model, args.lora_adapter)
         FastLanguageModel.for_inference(model)
-        return model
+        return unwrapped(model)
 
 
-def with_adapter(model: PreTrainedModel, path: str | None) -> PreTrainedModel:
+def unwrapped(model: torch.nn.Module) -> PreTrainedModel:
+    """The model itself where PEFT has wrapped it; LoRA layers stay inside."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def with_adapter(model: PreTrainedModel, path: str | None) -> torch.nn.Module:
     """The model with the adapter's LoRA layers put in, unmerged. Raises ValueError naming a tensor that found no place."""
     if path is None:
         return model
@@ -381,7 +383,7 @@ def with_adapter(model: PreTrainedModel, path: str | None) -> PreTrainedModel:
     peft_model = get_peft_model(model, config).eval()
     state = normalize_adapter_keys(load_peft_weights(path, device="cpu"), get_peft_model_state_dict(peft_model))
     set_peft_model_state_dict(peft_model, state)
-    return peft_model.get_base_model()
+    return peft_model
 
 
 def normalize_adapter_keys(state: dict[str, torch.Tensor], expected: Sequence[str] | dict) -> dict[str, torch.Tensor]:
