@@ -36,6 +36,22 @@ def _use_triton(x: Tensor) -> bool:
     return x.is_cuda and triton is not None
 
 
+# Programmatic dependent launch: a kernel starts while the one before it drains, and waits before its first read.
+# Captured in CUDA graphs too. None of the kernels may read or write memory before _wait_for_inputs.
+PDL = False
+
+
+def _pdl() -> dict[str, bool]:
+    return {"PDL": PDL, "launch_pdl": PDL}
+
+
+@_jit
+def _wait_for_inputs(PDL: tl.constexpr):
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+
 def _cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
@@ -69,8 +85,9 @@ def rms_norm_reference(x_TC: Tensor, weight_C: Tensor, eps: float, residual_TC: 
 @_jit
 def _rms_norm_kernel(
     x_ptr, residual_ptr, weight_ptr, y_ptr, total_ptr, eps, x_stride, residual_stride,
-    C: tl.constexpr, HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr,
+    C: tl.constexpr, HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):
+    _wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
     mask = cols < C
@@ -97,6 +114,7 @@ def rms_norm_triton(x_TC: Tensor, weight_C: Tensor, eps: float, residual_TC: Ten
         _rms_norm_kernel[(T,)](
             x_TC, residual, weight_C, y_TC, total_TC, eps, x_TC.stride(0), residual.stride(0),
             C=C, HAS_RESIDUAL=residual_TC is not None, BLOCK=block, num_warps=min(max(block // 512, 1), 16),
+            **_pdl(),
         )
     return y_TC, total_TC
 
@@ -117,7 +135,8 @@ def silu_mul_reference(gate_up_TI2: Tensor) -> Tensor:
 
 
 @_jit
-def _silu_mul_kernel(x_ptr, y_ptr, x_stride, I: tl.constexpr, BLOCK: tl.constexpr):
+def _silu_mul_kernel(x_ptr, y_ptr, x_stride, I: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    _wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = cols < I
@@ -133,7 +152,9 @@ def silu_mul_triton(gate_up_TI2: Tensor) -> Tensor:
     y_TI = torch.empty((T, width // 2), dtype=gate_up_TI2.dtype, device=gate_up_TI2.device)
     if T:
         grid = (T, _cdiv(width // 2, 1024))
-        _silu_mul_kernel[grid](gate_up_TI2, y_TI, gate_up_TI2.stride(0), I=width // 2, BLOCK=1024, num_warps=4)
+        _silu_mul_kernel[grid](
+            gate_up_TI2, y_TI, gate_up_TI2.stride(0), I=width // 2, BLOCK=1024, num_warps=4, **_pdl()
+        )
     return y_TI
 
 
@@ -242,9 +263,10 @@ def _qk_norm_rope_store_kernel(
     v_pool_ptr, eps, qkv_stride, cos_stride, sin_stride, k_stride_h, k_stride_n, v_stride_h, v_stride_n,
     H: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, R: tl.constexpr, HAS_Q_NORM: tl.constexpr,
     HAS_K_NORM: tl.constexpr, PACKED_KV: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_REST: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_REST: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
 ):
     """One program: BLOCK_H heads of one token, all of them q, all k or all v."""
+    _wait_for_inputs(PDL)
     token = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     q_blocks: tl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
@@ -305,7 +327,7 @@ def qk_norm_rope_store_triton(
             cos_PR.stride(0), sin_PR.stride(0), *k_pool_HND.stride()[:2], *v_pool_HND.stride()[:2],
             H=num_heads, HKV=num_kv_heads, D=D, R=R, HAS_Q_NORM=q_norm_D is not None, HAS_K_NORM=k_norm_D is not None,
             PACKED_KV=packed_kv, BLOCK_H=block_h, BLOCK_R=_next_power_of_2(R // 2),
-            BLOCK_REST=_next_power_of_2(max(D - R, 1)), BLOCK_D=_next_power_of_2(D), num_warps=4,
+            BLOCK_REST=_next_power_of_2(max(D - R, 1)), BLOCK_D=_next_power_of_2(D), num_warps=4, **_pdl(),
         )
     return (q_THD, k_THD, v_THD) if packed_kv else q_THD
 
@@ -372,9 +394,10 @@ def decode_attention_plan(
 def _decode_plan_kernel(
     lengths_ptr, chunks_ptr, arrivals_ptr, B, capacity, target_chunks, min_tiles,
     HKV: tl.constexpr, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_CHUNKS: tl.constexpr,
-    BLOCK_REST: tl.constexpr, BLOCK_HKV: tl.constexpr,
+    BLOCK_REST: tl.constexpr, BLOCK_HKV: tl.constexpr, PDL: tl.constexpr,
 ):
     """Program r places the chunks of row r. Every program reads all lengths, so that none waits for another."""
+    _wait_for_inputs(PDL)
     row = tl.program_id(0)
     rows = tl.arange(0, BLOCK_B)
     lengths = tl.load(lengths_ptr + rows, mask=rows < B, other=0).to(tl.int32)
@@ -422,7 +445,7 @@ def decode_attention_plan_triton(lengths_B, num_kv_heads, head_dim, dtype, windo
         lengths_B, chunks_S5, arrivals_BH, B, capacity, target_chunks, options.min_tiles,
         HKV=num_kv_heads, WINDOW=window or 0, BLOCK_N=options.block_n, BLOCK_B=_next_power_of_2(B),
         BLOCK_CHUNKS=_next_power_of_2(target_chunks + 1), BLOCK_REST=_next_power_of_2(_cdiv(capacity, B)),
-        BLOCK_HKV=_next_power_of_2(num_kv_heads), num_warps=4,
+        BLOCK_HKV=_next_power_of_2(num_kv_heads), num_warps=4, **_pdl(),
     )
     return DecodePlan(chunks_S5, arrivals_BH, window, options)
 
@@ -490,9 +513,10 @@ def _paged_decode_kernel(
     partial_lse_ptr, scale, softcap, q_stride_b, q_stride_h, k_stride_h, k_stride_n, v_stride_h, v_stride_n,
     table_stride, HKV: tl.constexpr, G: tl.constexpr, D: tl.constexpr, PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
+    NUM_STAGES: tl.constexpr, PDL: tl.constexpr,
 ):
     """One program: one chunk of one row's keys, for the G query heads of one KV head. Softmax in base 2."""
+    _wait_for_inputs(PDL)
     LOG2E: tl.constexpr = 1.4426950408889634
     entry = tl.program_id(0) // HKV
     kv_head = tl.program_id(0) % HKV
@@ -597,7 +621,7 @@ def paged_decode_attention_triton(
         partial_lse, scale, softcap or 0.0, *q_BHD.stride()[:2], *k_pool_HND.stride()[:2], *v_pool_HND.stride()[:2],
         page_table_BP.stride(0), HKV=num_kv_heads, G=group, D=D, PAGE_SIZE=page_size, WINDOW=window or 0,
         SOFTCAP=softcap is not None, BLOCK_G=max(_next_power_of_2(group), 16), BLOCK_D=_next_power_of_2(D),
-        BLOCK_N=options.block_n, NUM_STAGES=options.num_stages, num_warps=options.num_warps,
+        BLOCK_N=options.block_n, NUM_STAGES=options.num_stages, num_warps=options.num_warps, **_pdl(),
     )
     return out_BHD
 
@@ -796,9 +820,10 @@ def _threshold_search(
 @_jit
 def _sample_threshold_kernel(
     logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, threshold_ptr, V, logits_stride,
-    WAYS: tl.constexpr, BLOCK: tl.constexpr,
+    WAYS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):
     """One program per row: the lowest logit that the row's filters keep; rows without filters leave at once."""
+    _wait_for_inputs(PDL)
     DTYPE: tl.constexpr = logits_ptr.dtype.element_ty
     row = tl.program_id(0)
     temperature = tl.load(temperature_ptr + row)
@@ -844,9 +869,10 @@ def _sample_threshold_kernel(
 @_jit
 def _sample_slice_kernel(
     logits_ptr, temperature_ptr, threshold_ptr, seed_ptr, positions_ptr, stats_ptr, winners_ptr, V, logits_stride,
-    num_slices, BLOCK: tl.constexpr,
+    num_slices, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):
     """One program per row and slice of the vocabulary: maximum, masses, and the best noisy token of the slice."""
+    _wait_for_inputs(PDL)
     row = tl.program_id(0)
     piece = tl.program_id(1)
     temperature = tl.load(temperature_ptr + row)
@@ -876,8 +902,9 @@ def _sample_slice_kernel(
 @_jit
 def _sample_merge_kernel(
     logits_ptr, temperature_ptr, stats_ptr, winners_ptr, tokens_ptr, logprobs_ptr, full_logprobs_ptr, logits_stride,
-    num_slices, BLOCK_S: tl.constexpr,
+    num_slices, BLOCK_S: tl.constexpr, PDL: tl.constexpr,
 ):
+    _wait_for_inputs(PDL)
     row = tl.program_id(0)
     pieces = tl.arange(0, BLOCK_S)
     mask = pieces < num_slices
@@ -914,15 +941,16 @@ def sample_triton(logits_BV, temperature_B, top_k_B, top_p_B, min_p_B, seed_B, p
     tokens_B = torch.empty(B, dtype=torch.int64, device=device)
     logprobs_B, full_logprobs_B = torch.empty_like(threshold_B), torch.empty_like(threshold_B)
     _sample_threshold_kernel[(B,)](
-        logits_BV, temperature_B, top_k_B, top_p_B, min_p_B, threshold_B, V, stride, WAYS=8, BLOCK=4096, num_warps=32
+        logits_BV, temperature_B, top_k_B, top_p_B, min_p_B, threshold_B, V, stride, WAYS=8, BLOCK=4096,
+        num_warps=32, **_pdl(),
     )
     _sample_slice_kernel[(B, num_slices)](
         logits_BV, temperature_B, threshold_B, seed_B, positions_B, stats, winners, V, stride, num_slices,
-        BLOCK=block, num_warps=8,
+        BLOCK=block, num_warps=8, **_pdl(),
     )
     _sample_merge_kernel[(B,)](
         logits_BV, temperature_B, stats, winners, tokens_B, logprobs_B, full_logprobs_B, stride, num_slices,
-        BLOCK_S=_next_power_of_2(num_slices), num_warps=1,
+        BLOCK_S=_next_power_of_2(num_slices), num_warps=1, **_pdl(),
     )
     return tokens_B, logprobs_B, full_logprobs_B
 
@@ -941,6 +969,7 @@ class LinearOptions:
     split_k: int = 1  # programs that share the sum over K of one tile
     num_warps: int = 4
     num_stages: int = 4  # weight tiles in flight per program
+    prefetch_steps: int = 8  # weight tiles asked for while the kernel before still runs, under PDL
 
 
 # (N, K, most tokens) -> options found on an H200, or None where cuBLAS is faster. What is not listed takes the rule below.
@@ -1038,11 +1067,22 @@ def _store_linear(
 
 
 @_jit
+def _prefetch_rows(row_ptrs, begin, end, BLOCK_K: tl.constexpr, STEPS: tl.constexpr):
+    """Ask L2 for the first STEPS tiles of the columns begin ... end, one 128-byte line per 64 columns."""
+    for i in tl.static_range(STEPS * BLOCK_K // 64):
+        lines = row_ptrs + tl.minimum(begin + i * 64, end - 64)
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [lines], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+@_jit
 def _skinny_linear_kernel(
     x_ptr, weight_ptr, bias_ptr, residual_ptr, y_ptr, partial_ptr, arrivals_ptr, T, x_stride, weight_stride,
     residual_stride, N: tl.constexpr, K: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr, KEEP_SPLIT: tl.constexpr, SPLIT_K: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr, PREFETCH_STEPS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """y^T = weight x^T: weight rows lie along the tensor core's 64-row side, the few tokens along its narrow one.
 
@@ -1053,11 +1093,20 @@ def _skinny_linear_kernel(
     n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     t = tile_t * BLOCK_T + tl.arange(0, BLOCK_T)
     steps: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    first, last = split * steps // SPLIT_K, (split + 1) * steps // SPLIT_K
+    if PDL and K >= 64:
+        # Weights don't depend on the kernel before: fetching them while it drains is no read of its output.
+        row_ptrs = weight_ptr + tl.minimum(n, N - 1).to(tl.int64) * weight_stride
+        begin, end = first * BLOCK_K, tl.minimum(last * BLOCK_K, K)
+        _prefetch_rows(row_ptrs, begin, end, BLOCK_K, PREFETCH_STEPS)
+        if GATED:
+            _prefetch_rows(row_ptrs + N * weight_stride.to(tl.int64), begin, end, BLOCK_K, PREFETCH_STEPS)
+    _wait_for_inputs(PDL)
     weight_rows = weight_ptr + n.to(tl.int64)[:, None] * weight_stride
     x_columns = x_ptr + t[None, :] * x_stride
     acc = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
     acc_up = acc
-    for step in tl.range(split * steps // SPLIT_K, (split + 1) * steps // SPLIT_K, num_stages=NUM_STAGES):
+    for step in tl.range(first, last, num_stages=NUM_STAGES):
         k = step * BLOCK_K + tl.arange(0, BLOCK_K)
         mask_w = (n < N)[:, None] & (k < K)[None, :]
         x = tl.load(x_columns + k[:, None], mask=(t < T)[None, :] & (k < K)[:, None], other=0.0)
@@ -1109,8 +1158,9 @@ def _skinny_linear_kernel(
 @_jit
 def _add_norm_kernel(
     partial_ptr, residual_ptr, weight_ptr, y_ptr, total_ptr, eps, T, residual_stride,
-    N: tl.constexpr, SPLIT_K: tl.constexpr, BLOCK: tl.constexpr,
+    N: tl.constexpr, SPLIT_K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):
+    _wait_for_inputs(PDL)
     row = tl.program_id(0)
     cols = tl.arange(0, BLOCK)
     mask = cols < N
@@ -1154,7 +1204,7 @@ def _launch_skinny_linear(x_TK, weight, bias_N, residual_TN, y, N, gated, keep_s
         arrivals, T, x_TK.stride(0), weight.stride(0), 0 if residual_TN is None else residual_TN.stride(0), N=N, K=K,
         GATED=gated, HAS_BIAS=bias_N is not None, HAS_RESIDUAL=residual_TN is not None, KEEP_SPLIT=keep_split,
         SPLIT_K=options.split_k, BLOCK_N=options.block_n, BLOCK_T=block_t, BLOCK_K=options.block_k,
-        NUM_STAGES=options.num_stages, num_warps=options.num_warps,
+        NUM_STAGES=options.num_stages, PREFETCH_STEPS=options.prefetch_steps, num_warps=options.num_warps, **_pdl(),
     )
 
 
@@ -1180,6 +1230,6 @@ def linear_add_norm_triton(x_TK, weight_NK, residual_TN, norm_weight_N, eps, opt
     block = _next_power_of_2(N)
     _add_norm_kernel[(T,)](
         partial_STN, residual_TN, norm_weight_N, normed_TN, total_TN, eps, T, residual_TN.stride(0), N=N,
-        SPLIT_K=options.split_k, BLOCK=block, num_warps=min(max(block // 256, 1), 16),
+        SPLIT_K=options.split_k, BLOCK=block, num_warps=min(max(block // 256, 1), 16), **_pdl(),
     )
     return normed_TN, total_TN
