@@ -173,10 +173,8 @@ def active_tensors(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, str]]:
                 item, prefix = holder[adapter], f"{name}.{holder_name}.{adapter}"
                 variant = getattr(module, "lora_variant", {}).get(adapter)
                 kind = type(module).__name__ + (f", {type(variant).__name__}" if variant is not None else "")
-                if isinstance(item, nn.Parameter):
-                    yield prefix, item, kind
-                else:
-                    yield from ((f"{prefix}.{inner}", parameter, kind) for inner, parameter in item.named_parameters())
+                inside = [("", item)] if isinstance(item, nn.Parameter) else item.named_parameters()
+                yield from ((f"{prefix}.{inner}".rstrip("."), parameter, kind) for inner, parameter in inside)
 
 
 def peft_configs(model: nn.Module) -> dict:
@@ -386,6 +384,14 @@ class Adapters:
 
     def _state(self) -> list[tuple[bool, list[str]]]:
         return [(module.disable_adapters, list(module.active_adapters)) for module in self.wrappers]
+
+    def written(self) -> Iterator[Tensor]:
+        """Everything that `refresh` writes."""
+        yield from (room for _, room in self.merges)
+        for room in self.rooms:
+            yield from (room.scaled, room.plain)
+        yield from (room for _, room in self.scales)
+        yield from (room for _, room, _ in self.biases)
 
     # ------------------------------------------------------------------------------------------------------------ refresh
 

@@ -1,0 +1,164 @@
+"""Adapters on disk and made to measure, through PEFT's own classes; the flags that choose among them.
+
+PEFT is imported where it is used: it takes seconds, and most runs have no adapter.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from flex_lora import LORA_MODES
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+
+LINEAR_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+FRESH_B_STD = 0.02  # of B: a delta of a few percent of the weights, well above bfloat16's step
+
+
+# ---------------------------------------------------------------------------------------------------------------------- flags
+
+
+def add_lora_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of every inference script that serves adapters; `check_lora_arguments` refuses what does not go together."""
+    group = parser.add_argument_group("LoRA and 4-bit weights")
+    group.add_argument("--lora_adapter", metavar="PATH", help="a PEFT adapter: local folder or hub id")
+    group.add_argument(
+        "--lora_mode",
+        choices=LORA_MODES,
+        help="merged: fastest, a second copy of the adapted weights; active: no copy, and the function that is trained "
+        "(default: merged; active with --load_in_4bit)",
+    )
+    group.add_argument(
+        "--no_merge_lora", action="store_true", help="PEFT's own unmerged layers, in the model's own forward: the reference"
+    )
+    group.add_argument(
+        "--verify_no_drift",
+        action="store_true",
+        help="perturb and refresh the adapter 10 times, check that base weights and outputs come back bit by bit, exit 1 if not; "
+        "makes an adapter if there is no --lora_adapter",
+    )
+    group.add_argument("--load_in_4bit", action="store_true", help="bitsandbytes NF4 weights with double quantization")
+    group.add_argument("--model_name_4bit", metavar="NAME", help="a checkpoint quantized already, loaded instead of --model_name")
+
+
+def check_lora_arguments(args: argparse.Namespace) -> None:
+    """Raises ValueError naming the flags that contradict each other; sets what one flag implies of another."""
+    if args.model_name_4bit is not None:
+        if args.model_name is not None:
+            raise ValueError("--model_name_4bit and --model_name both name the model; give one of them")
+        args.model_name, args.load_in_4bit = args.model_name_4bit, True
+    if args.load_in_4bit and args.lora_mode == "merged":
+        raise ValueError("--lora_mode merged can't write to the 4-bit weights of --load_in_4bit; use --lora_mode active")
+    if args.no_merge_lora:
+        if args.lora_mode is not None:
+            raise ValueError("--no_merge_lora runs PEFT's own layers, so --lora_mode has no meaning there")
+        if args.verify_no_drift:
+            raise ValueError("--verify_no_drift checks the engine's own LoRA modes, which --no_merge_lora does not run")
+        if args.lora_adapter is None:
+            raise ValueError("--no_merge_lora needs --lora_adapter")
+
+
+def attach_adapter(model: nn.Module, args: argparse.Namespace) -> nn.Module:
+    """The model with the adapter that the flags ask for, or as it is."""
+    if args.lora_adapter is not None:
+        return load_adapter(model, args.lora_adapter)
+    return fresh_adapter(model, seed=args.seed) if args.verify_no_drift else model
+
+
+# ------------------------------------------------------------------------------------------------------------------- adapters
+
+
+def fresh_adapter(model: nn.Module, rank: int = 32, seed: int = 0, adapter_name: str = "default") -> PeftModel:
+    """LoRA on all seven projections whose B is not zero, so that it changes the model. On a meta model only shapes are made."""
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=rank, lora_alpha=rank, target_modules=list(LINEAR_TARGETS), task_type="CAUSAL_LM")
+    device = next(model.parameters()).device
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        adapted = get_peft_model(model, config, adapter_name)
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name and not parameter.is_meta:
+                nn.init.normal_(parameter.data, std=FRESH_B_STD)
+    return adapted
+
+
+def save_fresh_adapter(meta_model: nn.Module, path: str | Path, rank: int = 32, seed: int = 0) -> None:
+    """Writes a fresh adapter in PEFT's format. Only the adapter is ever allocated: `meta_model` holds no weights."""
+    adapted = fresh_adapter(meta_model, rank, seed)
+    generator = torch.Generator().manual_seed(seed)
+
+    def filled(name: str, parameter: Tensor) -> Tensor:
+        # A as PEFT initializes it: uniform within 1 / sqrt(inputs).
+        values = torch.empty(parameter.shape)
+        bound = parameter.shape[-1] ** -0.5
+        if "lora_A" in name:
+            return values.uniform_(-bound, bound, generator=generator)
+        return values.normal_(std=FRESH_B_STD, generator=generator)
+
+    state = {name: filled(name, parameter) for name, parameter in adapted.state_dict().items() if "lora_" in name}
+    adapted.peft_config["default"].inference_mode = True
+    adapted.save_pretrained(str(path), state_dict=state, save_embedding_layers=False)
+
+
+def load_adapter(model: nn.Module, path: str | Path, adapter_name: str = "default") -> PeftModel:
+    """Puts a saved LoRA adapter on the model, through PEFT's loader, with every tensor of the file in its place.
+
+    A file whose names start otherwise than PEFT's own (`base_model.model.`) is taken if one prefix maps all of it. Raises
+    ValueError naming the tensors that have no place in the model, or that the file lacks: PEFT itself would go on without.
+    """
+    from peft import PeftConfig, get_peft_model, get_peft_model_state_dict, load_peft_weights, set_peft_model_state_dict
+
+    config = PeftConfig.from_pretrained(str(path))
+    if config.peft_type != "LORA":
+        raise ValueError(f"{path} is a {config.peft_type} adapter; the rollout engine applies LoRA only")
+    config.inference_mode = True
+    adapted = get_peft_model(model, config, adapter_name)
+    saved = load_peft_weights(str(path), device=str(next(model.parameters()).device))
+    expected = get_peft_model_state_dict(adapted, adapter_name=adapter_name, save_embedding_layers=False)
+    # An embedding that is a target is saved with its base weight, under the model's own name.
+    places = expected.keys() | {name for name in adapted.state_dict() if name.endswith("base_layer.weight")}
+    state = _with_peft_prefix(saved, places)
+    left_over, missing = sorted(state.keys() - places), sorted(expected.keys() - state.keys())
+    if left_over or missing:
+        reasons = [f"{_listed(names)} {what}" for names, what in ((left_over, "has no place in the model"), (missing, "is not in the file"))
+                   if names]  # fmt: skip
+        raise ValueError(f"adapter {path}: {'; '.join(reasons)}")
+    set_peft_model_state_dict(adapted, state, adapter_name=adapter_name)
+    return adapted.eval()
+
+
+def _with_peft_prefix(saved: dict[str, Tensor], places: set[str]) -> dict[str, Tensor]:
+    """The tensors under PEFT's names: without adapter names inside, and with PEFT's prefix in place of the file's own."""
+    state = {_without_adapter_name(name, places): tensor for name, tensor in saved.items()}
+    strange = next((name for name in state if name not in places), None)
+    if strange is None:
+        return state
+    parts = strange.split(".")
+    for first in range(len(parts)):
+        tail = ".".join(parts[first:])
+        matches = [place for place in places if place == tail or place.endswith("." + tail)]
+        if len(matches) == 1:
+            old, new = ".".join([*parts[:first], ""]) if first else "", matches[0].removesuffix(tail)
+            mapped = {new + name.removeprefix(old) if name.startswith(old) else name: tensor for name, tensor in state.items()}
+            return mapped if mapped.keys() <= places else state
+    return state
+
+
+def _without_adapter_name(name: str, places: set[str]) -> str:
+    """`x.lora_A.default.weight`, as in a raw state dict, is PEFT's `x.lora_A.weight`."""
+    parts = name.split(".")
+    for index, part in enumerate(parts[:-1]):
+        if part.startswith("lora_") and name not in places and len(parts) - index > (2 if "embedding" not in part else 1):
+            return ".".join([*parts[: index + 1], *parts[index + 2 :]])
+    return name
+
+
+def _listed(names: list[str], shown: int = 3) -> str:
+    return ", ".join(names[:shown]) + (f" and {len(names) - shown} more" if len(names) > shown else "")
