@@ -830,6 +830,15 @@ class Scheduler:
 # ---------------------------------------------------------------------------------------------------------------- walkers
 
 
+def refuse_length_dependent_rope(model: torch.nn.Module) -> None:
+    """Raises ValueError for rope types whose frequencies change with the sequence's length: one forward holds many lengths."""
+    for module in model.modules():
+        kinds = getattr(module, "rope_type", None)  # one, or one for each type of layer
+        for kind in kinds.values() if isinstance(kinds, dict) else [kinds]:
+            if kind in ("dynamic", "longrope"):
+                raise ValueError(f"rope_type {kind!r} is not supported: its frequencies depend on each sequence's length")
+
+
 class WrittenWalker:
     """Base of the walkers that architecture scripts write: weights at fixed addresses, and the rope table.
 
@@ -852,12 +861,12 @@ class WrittenWalker:
         self.model, self.config = model, base.config
         self.dtype, self.device = dtype or compute_dtype(model) or embedding.dtype, embedding.device
         keep_storage_layout(model)
-        self.vocab_size = embedding.shape[0]
         self.base, self.decoder, self.lora_mode = base, base.get_decoder(), lora_mode
         self._build()
 
     def _build(self) -> None:
         self.is_built = False
+        self.vocab_size = self.base.get_input_embeddings().weight.shape[0]
         self.specs: list[AttentionSpec] = []
         self.layers: list = []
         self.weights = SharedWeights(self.model, self.dtype, self.device)
@@ -887,6 +896,7 @@ class WrittenWalker:
 
     def rope_table(self, rotary: torch.nn.Module, max_seq_len: int) -> tuple[Tensor, Tensor]:
         """cos and sin `[max_seq_len, rotary_dim]` in fp32, by the model's own rotary module."""
+        refuse_length_dependent_rope(rotary)
         if rotary.rope_type not in self.rope_types:
             raise ValueError(f"rope_type {rotary.rope_type!r} is not supported by {type(self).__name__}; use --walker hf")
         positions = torch.arange(max_seq_len, device=self.device)[None]
@@ -928,6 +938,7 @@ class HFWalker:
     """
 
     def __init__(self, model: torch.nn.Module):
+        refuse_length_dependent_rope(model)
         self.model = model
         parameter = next(model.parameters())
         self.device, self.dtype = parameter.device, model.get_input_embeddings().weight.dtype

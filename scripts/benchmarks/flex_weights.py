@@ -29,7 +29,8 @@ class Slot:
         return list({id(p): p for p in (module._parameters[name] for module, name in self.owners)}.values())
 
     def holds(self, parameter: nn.Parameter) -> bool:
-        return parameter.data_ptr() == self.tensor.data_ptr() and parameter.dtype == self.tensor.dtype
+        same_kind = parameter.dtype == self.tensor.dtype and parameter.shape == self.tensor.shape
+        return same_kind and parameter.data_ptr() == self.tensor.data_ptr()
 
 
 class SharedWeights:
