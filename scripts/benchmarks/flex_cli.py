@@ -98,9 +98,15 @@ def build_parser(description: str | None, default_model: str) -> argparse.Argume
 
 def add_common_arguments(parser: argparse.ArgumentParser, default_model: str) -> None:
     """The flags that every inference script has. Defaults that depend on the machine are those of this one."""
-    on_gpu = torch.cuda.is_available()
-    parser.set_defaults(default_model=default_model)
+    add_model_arguments(parser, default_model)
+    add_prompt_arguments(parser)
+    add_sampling_arguments(parser)
+    add_engine_arguments(parser)
+    add_run_arguments(parser)
 
+
+def add_model_arguments(parser: argparse.ArgumentParser, default_model: str) -> None:
+    parser.set_defaults(default_model=default_model)
     group = parser.add_argument_group("model")
     group.add_argument(
         "--model_name",
@@ -113,6 +119,9 @@ def add_common_arguments(parser: argparse.ArgumentParser, default_model: str) ->
     group.add_argument("--dtype", choices=("auto", *DTYPES), default="auto", help="auto: bfloat16 on a GPU, float32 on a CPU")
     group.add_argument("--walker", choices=("fused", "hf"), default="fused", help="hf: the model's own forward, as reference")
 
+
+def add_prompt_arguments(parser: argparse.ArgumentParser) -> None:
+    on_gpu = torch.cuda.is_available()
     group = parser.add_argument_group("prompts")
     group.add_argument(
         "--n_prompts", metavar="N", type=integer(1), default=64 if on_gpu else 8, help="how many; repeated if there are fewer"
@@ -130,6 +139,9 @@ def add_common_arguments(parser: argparse.ArgumentParser, default_model: str) ->
         help="grpo: reasoning and solution tags for base models; native: the tokenizer's; auto: grpo for Qwen3 base models, else native",
     )
 
+
+def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
+    on_gpu = torch.cuda.is_available()
     group = parser.add_argument_group("sampling")
     group.add_argument("--max_new_tokens", metavar="N", type=integer(1), default=512 if on_gpu else 128, help="per completion")
     group.add_argument("--temperature", metavar="X", type=number(0, math.inf), default=1.0, help="0 is greedy")
@@ -148,6 +160,8 @@ def add_common_arguments(parser: argparse.ArgumentParser, default_model: str) ->
         "--ignore_eos", action="store_true", help="go on to --max_new_tokens: every completion has the same length"
     )
 
+
+def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("engine")
     group.add_argument(
         "--max_batch_size",
@@ -194,6 +208,9 @@ def add_common_arguments(parser: argparse.ArgumentParser, default_model: str) ->
             f"--{phase}_kernel_options", type=json_object, metavar="JSON", help=f"of the {phase} attention kernel; JSON or @FILE"
         )
 
+
+def add_run_arguments(parser: argparse.ArgumentParser) -> None:
+    on_gpu = torch.cuda.is_available()
     group = parser.add_argument_group("run")
     group.add_argument(
         "--n_rounds",
