@@ -360,7 +360,8 @@ def test_sample_reports_broken_rows():
 def test_sample_follows_the_distribution(filters):
     draws, temperature = 20000, 0.8
     logits = torch.randn(12, device=DEVICE)
-    args = sampling_args(draws, temperature, seed=torch.arange(draws) // 100, position=torch.arange(draws) % 100, **filters)
+    ids = torch.arange(draws)
+    args = sampling_args(draws, temperature, seed=ids // 100, position=ids % 100, **filters)
     tokens, logprobs, _ = fk.sample_reference(logits.expand(draws, -1), *args)
     kept = oracle_kept(logits, temperature, **filters)
     probabilities = (logits.double().cpu() / temperature).masked_fill(~kept, -torch.inf).softmax(-1)

@@ -66,10 +66,10 @@ def _next_power_of_2(n: int) -> int:
 
 
 def rms_norm(x_TC: Tensor, weight_C: Tensor, eps: float, residual_TC: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return `(normed, total)` with total = x (+ residual), rounded to x.dtype, and normed = weight * (total / rms(total)).
+    """Return (normed, total): total = x (+ residual), rounded to x.dtype, and normed = weight * (total / rms(total)).
 
-    The square mean is taken in fp32 and the normed value is rounded to x.dtype before the weight multiplies it, the order
-    of Hugging Face's Llama and Qwen norms. Without a residual `total` is x itself.
+    The square mean is taken in fp32 and the normed value is rounded to x.dtype before the weight multiplies it, the
+    order of Hugging Face's Llama and Qwen norms. Without a residual `total` is x itself.
     """
     run = rms_norm_triton if _use_triton(x_TC) else rms_norm_reference
     return run(x_TC, weight_C, eps, residual_TC)
@@ -365,9 +365,9 @@ def default_decode_options(head_dim: int, dtype: torch.dtype) -> DecodeOptions:
 class DecodePlan:
     """The work table of one decode step, shared by every layer that has the same window, head counts and head size.
 
-    `chunks_S5` int32: (row, first tile, last tile + 1, index among the row's chunks, number of the row's chunks), longest
-    chunks first, row = -1 past the last one. `arrivals_BH` counts the finished chunks of a row and head within one
-    launch: zero between launches.
+    `chunks_S5` int32: (row, first tile, last tile + 1, index among the row's chunks, number of the row's chunks),
+    longest chunks first, row = -1 past the last one. `arrivals_BH` counts the finished chunks of a row and head within
+    one launch: zero between launches.
     """
 
     chunks_S5: Tensor
@@ -382,8 +382,8 @@ def decode_attention_plan(
 ) -> DecodePlan | None:
     """Cut the keys that each row sees into chunks of nearly equal size, on the GPU and in one small kernel.
 
-    The number of table entries is fixed by the batch size and the GPU; how many are used depends on `lengths_B`. Returns
-    None on a CPU, where the reference needs no plan.
+    The number of table entries is fixed by the batch size and the GPU; how many are used depends on `lengths_B`.
+    Returns None on a CPU, where the reference needs no plan.
     """
     if not _use_triton(lengths_B):
         return None
@@ -538,8 +538,8 @@ def _paged_decode_kernel(
     v_ptr += kv_head.to(tl.int64) * v_stride_h
     page_table_ptr += row.to(tl.int64) * table_stride
 
-    # The next tile's pages are loaded one tile ahead: behind an address that is still in flight, K and V loads could not
-    # be pipelined.
+    # The next tile's pages are loaded one tile ahead: behind an address that is still in flight, K and V loads could
+    # not be pipelined.
     next_page = _tile_pages(page_table_ptr, begin, length, PAGE_SIZE, BLOCK_N)
     running_max = tl.full([BLOCK_G], -float("inf"), tl.float32)
     weight_sums = tl.zeros([BLOCK_G, BLOCK_N], tl.float32)  # summed over the tile's width once, after the loop
@@ -854,7 +854,8 @@ def _sample_threshold_kernel(
                         lo = middle
                     else:
                         bound = middle
-            lo = _threshold_search(logits_ptr, V, lo, hi, top_k.to(tl.float32), top, inv_temperature, False, WAYS, BLOCK)
+            count = top_k.to(tl.float32)
+            lo = _threshold_search(logits_ptr, V, lo, hi, count, top, inv_temperature, False, WAYS, BLOCK)
         if top_p < 1.0:
             # What lies 32 nats below the top weighs less than fp32 resolves, over any vocabulary.
             lo = tl.maximum(lo, _float_to_key(top - 32.0 * temperature, DTYPE))
@@ -972,7 +973,7 @@ class LinearOptions:
     prefetch_steps: int = 8  # weight tiles asked for while the kernel before still runs, under PDL
 
 
-# (N, K, most tokens) -> options found on an H200, or None where cuBLAS is faster. What is not listed takes the rule below.
+# (N, K, most tokens) -> options found on an H200, or None where cuBLAS is faster. Others take the rule below.
 TUNED_LINEAR: dict[tuple[int, int, int], LinearOptions | None] = {}
 
 MAX_SKINNY_TOKENS = 256
@@ -1021,7 +1022,7 @@ def linear_add_norm(
     x_TK: Tensor, weight_NK: Tensor, residual_TN: Tensor, norm_weight_N: Tensor, eps: float,
     options: LinearOptions | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """A projection back to the hidden size and the norm behind it -> (normed_TN, total_TN), total = x @ weight.T + residual.
+    """A projection to the hidden size and the norm behind it -> (normed_TN, total_TN), total = x @ weight.T + residual.
 
     The projection leaves its split sums over K in fp32 and the norm adds them up: no program waits for another.
     """
@@ -1180,7 +1181,7 @@ _arrivals: dict[torch.device, Tensor] = {}
 
 
 def _tile_arrivals(device: torch.device, tiles: int) -> Tensor:
-    """Counters of finished splits, zero between launches and shared by all products of a device (one stream at a time)."""
+    """Counters of finished splits: zero between launches, shared by all products of a device (one stream at a time)."""
     if device not in _arrivals or len(_arrivals[device]) < tiles:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError("split-K linear: run the step once before capturing it, so that its counters exist")

@@ -1,0 +1,549 @@
+"""Check and time every decode kernel at Qwen3-4B's shapes on this GPU: `python kernel_bench.py --json out.json`.
+
+Each kernel is first compared with its plain reference, then timed inside one CUDA graph of 36 layers whose weights and
+KV pools are all different, so that the L2 cache holds none of them when a replay comes round. Microseconds are per
+layer; `floor` is the time the same bytes take at the card's measured copy bandwidth.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import flex_kernels as fk
+
+LAYERS, HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 36, 2560, 9728, 32, 8, 128, 151936
+QKV = (HEADS + 2 * KV_HEADS) * HEAD_DIM
+DTYPE = torch.bfloat16
+COPY_BYTES_PER_US = 4.3e6  # device-to-device copy on an H200, bytes read plus bytes written
+ROTARY = 4096
+
+
+@dataclass
+class Row:
+    op: str
+    batch: int
+    variant: str
+    us: float
+    floor_us: float
+
+    def __str__(self) -> str:
+        tb_s = self.floor_us * COPY_BYTES_PER_US / self.us / 1e6
+        share = self.floor_us / self.us
+        return f"{self.op:15} {self.batch:4} {self.us:9.2f} us {tb_s:6.2f} TB/s {share:6.1%}  {self.variant}"
+
+
+@dataclass
+class Report:
+    rows: list[Row] = field(default_factory=list)
+    errors: dict[str, float] = field(default_factory=dict)
+    failures: list[str] = field(default_factory=list)
+
+    def add(self, op: str, batch: int, variant: str, us: float, bytes_moved: float) -> Row:
+        self.rows.append(row := Row(op, batch, variant, us, bytes_moved / COPY_BYTES_PER_US))
+        return row
+
+    def check(self, name: str, actual: torch.Tensor, expected: torch.Tensor, tolerance: float) -> None:
+        """Largest error relative to the largest expected magnitude."""
+        difference = (actual.float() - expected.float()).abs().max().item()
+        error = difference / max(expected.float().abs().max().item(), 1e-30)
+        self.errors[name] = error
+        passed = error <= tolerance  # False for NaN
+        if not passed:
+            self.failures.append(name)
+        print(f"{'ok  ' if passed else 'FAIL'} {name:52} max error {error:.2e}", flush=True)
+
+
+def graph_us(step: Callable[[int], object], calls: int = LAYERS, replays: int = 7) -> float:
+    """Median microseconds of one call of `step(i)`, i = 0 ... calls - 1, replayed as one CUDA graph."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step(0)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for i in range(calls):
+            step(i)
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(replays + 1)]
+    graph.replay()
+    graph.replay()
+    for event in events[:-1]:
+        event.record()
+        graph.replay()
+    events[-1].record()
+    torch.cuda.synchronize()
+    return statistics.median(a.elapsed_time(b) for a, b in zip(events, events[1:])) * 1e3 / calls
+
+
+def best_of(report: Report, op: str, batch: int, bytes_moved: float, variants: Iterable, make_step, deadline: float):
+    """Time every variant until the deadline; report the fastest three and return the best."""
+    rows = []
+    for variant in variants:
+        if time.monotonic() > deadline and rows:
+            break
+        try:
+            us = graph_us(make_step(variant))
+        except (fk.triton.TritonError, RuntimeError) as error:  # a tile that does not fit is a result, not the end
+            print(f"{op} {batch}: {variant}: {type(error).__name__}: {str(error)[:120]}")
+            continue
+        rows.append((us, variant))
+    rows.sort(key=lambda row: row[0])
+    for us, variant in rows[:3]:
+        print(report.add(op, batch, _short(variant), us, bytes_moved), flush=True)
+    return rows[0]
+
+
+def _short(variant) -> str:
+    if isinstance(variant, str):
+        return variant
+    return " ".join(f"{key}={value}" for key, value in asdict(variant).items())
+
+
+# --- compiling ahead, in parallel ------------------------------------------------------------------------------------
+
+
+class _CompileOnly:
+    """Stands in for Triton's CUDA driver in a worker without a CUDA context: kernels are compiled, never launched."""
+
+    def __init__(self, capability: int):
+        self.capability = capability
+
+    def get_current_target(self):
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", self.capability, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def _compile(job: tuple) -> str | None:
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
+
+    capability, kind, batch, shape, options, fk.PDL = job
+    torch.set_num_threads(1)
+    driver.set_active(_CompileOnly(capability))
+    run = JITFunction.run
+    JITFunction.run = lambda self, *args, grid, warmup, **kwargs: run(self, *args, grid=grid, warmup=True, **kwargs)
+    try:
+        if kind == "attention":
+            attention_step(attention_inputs(batch, 1, "cpu"), options)(0)
+        elif kind == "attention check":
+            fk.paged_decode_attention_triton(*attention_case(*shape, "cpu"))
+        else:
+            linear_step(kind, linear_inputs(kind, batch, 1, "cpu"), options)(0)
+    except Exception as error:
+        return f"{kind} {batch} {shape} {options}: {type(error).__name__}: {error}"
+    finally:
+        JITFunction.run = run
+    return None
+
+
+def compile_ahead(jobs: list[tuple]) -> None:
+    """Fill Triton's disk cache on all cores."""
+    started = time.monotonic()
+    cores = max(multiprocessing.cpu_count() - 1, 1)
+    with ProcessPoolExecutor(cores, mp_context=multiprocessing.get_context("fork")) as pool:
+        problems = [problem for problem in pool.map(_compile, jobs) if problem]
+    print(f"compiled {len(jobs)} variants on {cores} cores in {time.monotonic() - started:.0f} s", flush=True)
+    for problem in problems[:5]:
+        print(problem[:300])
+
+
+# --- attention -------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class AttentionInputs:
+    q_BHD: torch.Tensor
+    k_pools: list[torch.Tensor]
+    v_pools: list[torch.Tensor]
+    page_table_BP: torch.Tensor
+    lengths_B: torch.Tensor
+    page_size: int
+
+    @property
+    def bytes_per_layer(self) -> float:
+        return int(self.lengths_B.sum()) * KV_HEADS * HEAD_DIM * 2 * 2
+
+
+def attention_inputs(batch: int, layers: int, device: str, page_size: int = 64, longest: int = 640) -> AttentionInputs:
+    """Lengths uniform in 128 ... 640 (mean 384), pages shuffled, one pool per layer."""
+    generator = torch.Generator().manual_seed(0)
+    lengths_B = torch.randint(128, longest + 1, (batch,), generator=generator)
+    pages = longest // page_size
+    table = torch.randperm(batch * pages, generator=generator).view(batch, pages) + 1
+    slots = (batch * pages + 1) * page_size
+    pools = [
+        torch.randn(KV_HEADS, slots, HEAD_DIM, dtype=DTYPE, device=device)
+        if device != "cpu"
+        else torch.empty(KV_HEADS, slots, HEAD_DIM, dtype=DTYPE)
+        for _ in range(2 * layers)
+    ]
+    q_BHD = torch.zeros(batch, HEADS, HEAD_DIM, dtype=DTYPE, device=device).normal_()
+    return AttentionInputs(
+        q_BHD, pools[::2], pools[1::2], table.int().to(device), lengths_B.int().to(device), page_size
+    )
+
+
+def attention_step(inputs: AttentionInputs, options: fk.DecodeOptions) -> Callable[[int], torch.Tensor]:
+    plan = fk.decode_attention_plan_triton(inputs.lengths_B, KV_HEADS, HEAD_DIM, DTYPE, None, options)
+    return lambda i: fk.paged_decode_attention_triton(
+        inputs.q_BHD, inputs.k_pools[i], inputs.v_pools[i], inputs.page_table_BP, inputs.lengths_B, inputs.page_size,
+        HEAD_DIM**-0.5, plan=plan,
+    )
+
+
+ATTENTION_TILES = [
+    fk.DecodeOptions(block_n, num_warps, num_stages)
+    for block_n, num_warps, num_stages in (
+        (64, 4, 3), (64, 4, 2), (64, 4, 4), (64, 8, 3), (32, 4, 3), (32, 4, 4), (32, 4, 6), (128, 4, 2), (128, 8, 2),
+        (128, 8, 3), (32, 2, 4), (16, 1, 6),
+    )
+]  # fmt: skip
+ATTENTION_SPLITS = [(c, m) for c in (2, 3, 4, 6, 8, 12) for m in (1, 2, 4)]
+
+
+def bench_attention(report: Report, batches: list[int], budget: float) -> None:
+    for batch in batches:
+        deadline = time.monotonic() + budget / len(batches)
+        inputs = attention_inputs(batch, LAYERS, "cuda")
+        moved = inputs.bytes_per_layer
+
+        def step(options):
+            return attention_step(inputs, options)
+
+        _, tile = best_of(report, "attention", batch, moved, ATTENTION_TILES, step, deadline)
+        splits = [replace(tile, ctas_per_sm=c, min_tiles=m) for c, m in ATTENTION_SPLITS]
+        best_of(report, "attention", batch, moved, splits, step, deadline + budget / len(batches) / 2)
+        plan_us = graph_us(lambda i: fk.decode_attention_plan_triton(inputs.lengths_B, KV_HEADS, HEAD_DIM, DTYPE))
+        print(report.add("plan", batch, "once per step", plan_us, 0), flush=True)
+        del inputs
+        torch.cuda.empty_cache()
+
+
+# --- matrix products -------------------------------------------------------------------------------------------------
+
+LINEAR_SHAPES = {  # rows of the weight, K
+    "qkv": (QKV, HIDDEN),
+    "o": (HIDDEN, HEADS * HEAD_DIM),
+    "gate_up": (2 * INTERMEDIATE, HIDDEN),
+    "down": (HIDDEN, INTERMEDIATE),
+}
+
+
+@dataclass
+class LinearInputs:
+    x_TK: torch.Tensor
+    weights: list[torch.Tensor]
+    residual_TN: torch.Tensor
+    norm_weight_N: torch.Tensor
+
+
+def linear_inputs(kind: str, batch: int, layers: int, device: str) -> LinearInputs:
+    N, K = LINEAR_SHAPES[kind]
+
+    def values(*shape):
+        return torch.empty(shape, dtype=DTYPE) if device == "cpu" else torch.randn(shape, dtype=DTYPE, device=device)
+
+    weights = [values(N, K).mul_(K**-0.5) if device != "cpu" else values(N, K) for _ in range(layers)]
+    return LinearInputs(values(batch, K), weights, values(batch, N), values(N))
+
+
+def linear_step(kind: str, inputs: LinearInputs, options: fk.LinearOptions | str) -> Callable[[int], object]:
+    """The product with what follows it in the layer: SiLU*mul behind gate_up, residual and norm behind o and down."""
+    x, residual, norm = inputs.x_TK, inputs.residual_TN, inputs.norm_weight_N
+    if options == "cuBLAS":
+        return {
+            "qkv": lambda i: F.linear(x, inputs.weights[i]),
+            "gate_up": lambda i: fk.silu_mul_triton(F.linear(x, inputs.weights[i])),
+        }.get(kind, lambda i: fk.rms_norm_triton(F.linear(x, inputs.weights[i]), norm, 1e-6, residual))
+    if options == "cuBLAS alone":
+        return lambda i: F.linear(x, inputs.weights[i])
+    return {
+        "qkv": lambda i: fk.linear_triton(x, inputs.weights[i], options=options),
+        "gate_up": lambda i: fk.gate_up_silu_triton(x, inputs.weights[i], options),
+    }.get(kind, lambda i: fk.linear_add_norm_triton(x, inputs.weights[i], residual, norm, 1e-6, options))
+
+
+def linear_variants(kind: str, batch: int) -> list[fk.LinearOptions]:
+    """Tiles to try, most promising first: (block_n, block_k, split_k, num_warps, num_stages)."""
+    if kind == "gate_up":
+        tiles = [
+            (64, 64, 1, 4, 4), (64, 64, 1, 4, 6), (64, 128, 1, 4, 3), (128, 64, 1, 8, 4), (128, 64, 2, 8, 4),
+            (64, 64, 2, 4, 4), (128, 64, 1, 4, 4),
+        ]  # fmt: skip
+    elif kind == "qkv":
+        tiles = [
+            (128, 64, 3, 4, 4), (64, 64, 2, 4, 6), (64, 64, 1, 4, 6), (128, 64, 2, 4, 5), (128, 128, 3, 4, 3),
+            (64, 128, 2, 4, 4), (64, 64, 3, 4, 4), (256, 64, 5, 8, 4),
+        ]  # fmt: skip
+    else:
+        tiles = [
+            (128, 64, 8, 4, 4), (128, 64, 6, 4, 5), (64, 64, 4, 4, 6), (64, 64, 6, 4, 4), (64, 128, 4, 4, 4),
+            (128, 128, 8, 4, 3), (64, 64, 3, 4, 6), (128, 64, 12, 4, 4), (256, 64, 13, 8, 4),
+        ]  # fmt: skip
+    if batch > 128:
+        tiles = [(n, k, split, 8, min(stages, 3)) for n, k, split, _, stages in tiles[:4] if k == 64]
+    return [fk.LinearOptions(*tile) for tile in tiles]
+
+
+def bench_linear(report: Report, batches: list[int], budget: float) -> dict[tuple[str, int], fk.LinearOptions]:
+    best = {}
+    for kind, (N, K) in LINEAR_SHAPES.items():
+        inputs = linear_inputs(kind, max(batches), LAYERS, "cuda")
+        for batch in batches:
+            deadline = time.monotonic() + budget / len(batches) / len(LINEAR_SHAPES)
+            part = replace(inputs, x_TK=inputs.x_TK[:batch], residual_TN=inputs.residual_TN[:batch])
+            outputs = N // 2 if kind == "gate_up" else N
+            moved = 2 * (N * K + batch * (K + outputs))
+
+            def step(options):
+                return linear_step(kind, part, options)
+
+            for name in ("cuBLAS alone", "cuBLAS"):
+                print(report.add(kind, batch, name, graph_us(step(name)), moved), flush=True)
+            _, best[kind, batch] = best_of(report, kind, batch, moved, linear_variants(kind, batch), step, deadline)
+        del inputs, part
+        torch.cuda.empty_cache()
+    return best
+
+
+# --- the small kernels -----------------------------------------------------------------------------------------------
+
+
+def rope_tables(device: str = "cuda") -> tuple[torch.Tensor, torch.Tensor]:
+    inverse = 1e6 ** (-torch.arange(0, HEAD_DIM, 2, device=device) / HEAD_DIM)
+    angles = torch.arange(ROTARY, device=device)[:, None] * inverse
+    angles = torch.cat((angles, angles), -1)
+    return angles.cos(), angles.sin()
+
+
+def sampling_inputs(batch: int, dtype: torch.dtype, filters: bool) -> tuple[torch.Tensor, ...]:
+    logits = (torch.randn(batch, VOCAB, device="cuda") * 2).to(dtype)
+    ones = torch.ones(batch, device="cuda")
+    ids = torch.arange(batch, device="cuda")
+    top_k = torch.full((batch,), 50 if filters else 0, dtype=torch.int32, device="cuda")
+    return logits, ones, top_k, ones * (0.95 if filters else 1.0), ones * (0.02 if filters else 0.0), ids, ids + 100
+
+
+def bench_small(report: Report, batches: list[int]) -> None:
+    cos, sin = rope_tables()
+    norm = torch.randn(HIDDEN, device="cuda", dtype=DTYPE)
+    for batch in batches:
+        x = torch.randn(batch, HIDDEN, device="cuda", dtype=DTYPE)
+        us = graph_us(lambda i: fk.rms_norm_triton(x, norm, 1e-6, x))
+        print(report.add("rms_norm", batch, "", us, 8 * batch * HIDDEN))
+        gate_up = torch.randn(batch, 2 * INTERMEDIATE, device="cuda", dtype=DTYPE)
+        us = graph_us(lambda i: fk.silu_mul_triton(gate_up))
+        print(report.add("silu_mul", batch, "", us, 6 * batch * INTERMEDIATE))
+        qkv = torch.randn(batch, QKV, device="cuda", dtype=DTYPE)
+        pools = torch.zeros(2, KV_HEADS, 64 * 1024, HEAD_DIM, device="cuda", dtype=DTYPE)
+        positions = torch.arange(batch, device="cuda") * 7
+        slots = torch.randperm(64 * 1024, device="cuda")[:batch]
+        us = graph_us(
+            lambda i: fk.qk_norm_rope_store_triton(
+                qkv, norm[:HEAD_DIM], norm[:HEAD_DIM], 1e-6, cos, sin, positions, slots, pools[0], pools[1], HEADS
+            )
+        )
+        print(report.add("norm_rope_store", batch, "", us, 4 * batch * QKV))
+        for dtype in (DTYPE, torch.float32):
+            for name, filters in (("plain", False), ("top_k 50 + top_p 0.95 + min_p 0.02", True)):
+                args = sampling_inputs(batch, dtype, filters)
+                us = graph_us(lambda i: fk.sample_triton(*args), calls=4)
+                print(report.add("sample", batch, f"{name} {dtype}", us, args[0].nbytes), flush=True)
+        top_p_only = list(sampling_inputs(batch, DTYPE, True))
+        top_p_only[2], top_p_only[4] = torch.zeros_like(top_p_only[2]), torch.zeros_like(top_p_only[4])
+        us = graph_us(lambda i: fk.sample_triton(*top_p_only), calls=4)
+        print(report.add("sample", batch, "top_p 0.95 alone, bf16", us, top_p_only[0].nbytes), flush=True)
+
+
+# --- a whole step without the language model head --------------------------------------------------------------------
+
+
+def bench_step(report: Report, batches: list[int], best: dict[tuple[str, int], fk.LinearOptions]) -> None:
+    """36 layers in a row with cuBLAS or our products, with and without programmatic dependent launch."""
+    cos, sin = rope_tables()
+    weights = {kind: linear_inputs(kind, 1, LAYERS, "cuda").weights for kind in LINEAR_SHAPES}
+    norm = torch.ones(HIDDEN, device="cuda", dtype=DTYPE)
+    head_norm = norm[:HEAD_DIM]
+    for batch in batches:
+        inputs = attention_inputs(batch, LAYERS, "cuda")
+        hidden = torch.randn(batch, HIDDEN, device="cuda", dtype=DTYPE)
+        positions = inputs.lengths_B.long() - 1
+        pages = inputs.page_table_BP.gather(1, (positions // inputs.page_size)[:, None])[:, 0].long()
+        slots = pages * inputs.page_size + positions % inputs.page_size
+
+        def step(fused: set[str]):
+            plan = fk.decode_attention_plan_triton(inputs.lengths_B, KV_HEADS, HEAD_DIM, DTYPE)
+            total = hidden
+            normed, _ = fk.rms_norm_triton(hidden, norm, 1e-6)
+            for i in range(LAYERS):
+                w = {kind: weights[kind][i] for kind in weights}
+                if "qkv" in fused:
+                    qkv = fk.linear_triton(normed, w["qkv"], options=best["qkv", batch])
+                else:
+                    qkv = F.linear(normed, w["qkv"])
+                q = fk.qk_norm_rope_store_triton(
+                    qkv, head_norm, head_norm, 1e-6, cos, sin, positions, slots, inputs.k_pools[i], inputs.v_pools[i],
+                    HEADS,
+                )
+                o = fk.paged_decode_attention_triton(
+                    q, inputs.k_pools[i], inputs.v_pools[i], inputs.page_table_BP, inputs.lengths_B, inputs.page_size,
+                    HEAD_DIM**-0.5, plan=plan,
+                ).view(batch, -1)  # fmt: skip
+                for kind in ("o", "down"):
+                    if kind == "down" and "gate_up" in fused:
+                        o = fk.gate_up_silu_triton(normed, w["gate_up"], best["gate_up", batch])
+                    elif kind == "down":
+                        o = fk.silu_mul_triton(F.linear(normed, w["gate_up"]))
+                    if kind in fused:
+                        normed, total = fk.linear_add_norm_triton(o, w[kind], total, norm, 1e-6, best[kind, batch])
+                    else:
+                        normed, total = fk.rms_norm_triton(F.linear(o, w[kind]), norm, 1e-6, total)
+            return normed
+
+        moved = LAYERS * (inputs.bytes_per_layer + sum(2 * n * k for n, k in LINEAR_SHAPES.values()))
+        for fused in (set(), {"o", "down"}, {"o", "down", "gate_up"}, set(LINEAR_SHAPES)):
+            for fk.PDL in (False, True):
+                us = graph_us(lambda i: step(fused), calls=1)
+                name = f"ours: {' '.join(sorted(fused)) or 'none'}; PDL {'on' if fk.PDL else 'off'}"
+                print(report.add("36 layers", batch, name, us, moved), flush=True)
+        fk.PDL = False
+        del inputs
+        torch.cuda.empty_cache()
+
+
+# --- correctness -----------------------------------------------------------------------------------------------------
+
+
+ATTENTION_CHECKS = [  # heads, KV heads, head size, window, soft cap
+    (32, 8, 128, None, None), (24, 8, 128, None, None), (9, 3, 64, None, None), (8, 1, 256, 512, None),
+    (8, 1, 512, None, 30.0),
+]  # fmt: skip
+
+
+def attention_case(heads, kv_heads, head_dim, window, softcap, dtype, device) -> tuple:
+    lengths_B = torch.tensor([1, 64, 65, 2000, 333, 511, 512, 513], dtype=torch.int32, device=device)
+    pools = [torch.zeros(kv_heads, 256 * 64, head_dim, device=device, dtype=dtype).normal_() for _ in range(2)]
+    table_BP = torch.randperm(256, device=device).int().view(8, 32)
+    q_BHD = torch.zeros(8, heads, head_dim, device=device, dtype=dtype).normal_()
+    return q_BHD, *pools, table_BP, lengths_B, 64, head_dim**-0.5, window, softcap
+
+
+def check_all(report: Report) -> None:
+    torch.manual_seed(0)
+    for dtype, tolerance in ((torch.float32, 1e-5), (DTYPE, 1e-2)):
+        x, residual = (torch.randn(64, HIDDEN, device="cuda").to(dtype) for _ in range(2))
+        weight = torch.randn(HIDDEN, device="cuda").to(dtype)
+        for name, a, b in zip(
+            ("normed", "total"),
+            fk.rms_norm_triton(x, weight, 1e-6, residual),
+            fk.rms_norm_reference(x, weight, 1e-6, residual),
+        ):
+            report.check(f"rms_norm {name} {dtype}", a, b, tolerance)
+        gate_up = torch.randn(64, 2 * INTERMEDIATE, device="cuda").to(dtype)
+        report.check(f"silu_mul {dtype}", fk.silu_mul_triton(gate_up), fk.silu_mul_reference(gate_up), tolerance)
+
+        cos, sin = rope_tables()
+        qkv = torch.randn(64, QKV, device="cuda").to(dtype)
+        positions, slots = torch.arange(64, device="cuda") * 31, torch.randperm(1024, device="cuda")[:64]
+        pools = [torch.zeros(KV_HEADS, 1024, HEAD_DIM, device="cuda", dtype=dtype) for _ in range(4)]
+        args = (qkv, weight[:HEAD_DIM], weight[:HEAD_DIM], 1e-6, cos, sin, positions, slots)
+        q = fk.qk_norm_rope_store_triton(*args, *pools[:2], HEADS)
+        q_reference = fk.qk_norm_rope_store_reference(*args, *pools[2:], HEADS)
+        for name, a, b in (("q", q, q_reference), ("k", pools[0], pools[2]), ("v", pools[1], pools[3])):
+            report.check(f"qk_norm_rope_store {name} {dtype}", a, b, tolerance)
+
+        for shape in ATTENTION_CHECKS:
+            args = attention_case(*shape, dtype, "cuda")
+            name = f"attention {shape} {dtype}"
+            expected = fk.paged_decode_attention_reference(*args)
+            report.check(name, fk.paged_decode_attention_triton(*args), expected, tolerance)
+            again = torch.stack([fk.paged_decode_attention_triton(*args) for _ in range(20)])
+            report.check(f"{name} repeats", again, again[:1], 0.0)
+
+    for kind in LINEAR_SHAPES:
+        for batch in (1, 8, 63, 128):
+            inputs = linear_inputs(kind, batch, 1, "cuda")
+            expected = linear_step(kind, inputs, "cuBLAS")(0)
+            for options in linear_variants(kind, batch)[:4]:
+                step = linear_step(kind, inputs, options)
+                actual, again = step(0), step(0)
+                if isinstance(actual, tuple):
+                    actual, again = torch.stack(actual), torch.stack(again)
+                wanted = torch.stack(expected) if isinstance(expected, tuple) else expected
+                report.check(f"linear {kind} {batch} {_short(options)[:40]}", actual, wanted, 2e-2)
+                report.check(f"linear {kind} {batch} repeats", again, actual, 0.0)
+
+    for dtype in (torch.float32, DTYPE, torch.float16):
+        for filters in (False, True):
+            args = sampling_inputs(16, dtype, filters)
+            (tokens, *logprobs), (expected, *expected_logprobs) = fk.sample_triton(*args), fk.sample_reference(*args)
+            name = f"sample {'filtered' if filters else 'plain'} {dtype}"
+            same = tokens == expected  # the two logarithms differ in the last bit: a tie of noisy logits may break apart
+            report.check(f"{name} share of same tokens", same.float().mean(), torch.ones((), device="cuda"), 0.1)
+            for which, a, b in zip(("logprobs", "full_logprobs"), logprobs, expected_logprobs):
+                report.check(f"{name} {which}", a[same], b[same], 1e-4)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--json", type=Path, help="write every figure to this file")
+    parser.add_argument("--batches", type=int, nargs="+", default=[8, 32, 64, 128, 256])
+    parser.add_argument("--budget", type=float, default=40.0, help="seconds for each of the two sweeps (default: 40)")
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("needs a CUDA GPU")
+    major, minor = torch.cuda.get_device_capability()
+    jobs = [("attention", args.batches[0], None, options, False) for options in ATTENTION_TILES]
+    for dtype in (DTYPE, torch.float32):
+        jobs += [("attention check", 8, (*case, dtype), None, False) for case in ATTENTION_CHECKS]
+    jobs += [
+        (kind, batch, None, options, pdl)
+        for pdl in (False, True)
+        for batch in args.batches
+        for kind in LINEAR_SHAPES
+        for options in linear_variants(kind, batch)
+    ]
+    compile_ahead([(major * 10 + minor, *job) for job in jobs])
+    report = Report()
+    check_all(report)
+    bench_small(report, args.batches)
+    bench_attention(report, args.batches, args.budget)
+    best = bench_linear(report, args.batches, args.budget)
+    bench_step(report, args.batches, best)
+    if args.json:
+        device = torch.cuda.get_device_properties(0)
+        args.json.write_text(
+            json.dumps(
+                {
+                    "gpu": device.name, "torch": torch.__version__, "triton": fk.triton.__version__,
+                    "errors": report.errors, "failures": report.failures, "rows": [asdict(row) for row in report.rows],
+                },
+                indent=1,
+            )
+        )  # fmt: skip
+    print(f"{len(report.failures)} checks failed: {report.failures}" if report.failures else "all checks passed")
+    return 1 if report.failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
