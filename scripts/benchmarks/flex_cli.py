@@ -661,6 +661,8 @@ def run_benchmark(engine: FlexEngine, prompts: list[Prompt], args: argparse.Name
 
     Prompts that can't be run are named one by one and left out; they make the exit status 1. Round r samples with seed + r.
     """
+    if not args.ignore_eos:  # sequences will end one by one, down through every bucket
+        engine.capture(progress=True)
     warm_up = engine.generate([p.token_ids for p in prompts], sampling_params(args), progress=True, skip_invalid=True)
     reasons = [prompt.error or output.error for prompt, output in zip(prompts, warm_up)]
     invalid = {index: reason for index, reason in enumerate(reasons) if reason}
@@ -686,8 +688,11 @@ def run_benchmark(engine: FlexEngine, prompts: list[Prompt], args: argparse.Name
     context = mean_context(outputs)
     if engine.device.type == "cuda":
         add_bandwidth(stats, engine, context)
+    graded_prompts = prompts if args.load_format != "dummy" else [dataclasses.replace(p, answer=None) for p in prompts]
     completions = [
-        judge(index, prompts[index], completion) for index, output in zip(runnable, outputs) for completion in output.outputs
+        judge(index, graded_prompts[index], completion)
+        for index, output in zip(runnable, outputs)
+        for completion in output.outputs
     ]
     graded = [completion.correct for completion in completions if completion.correct is not None]
     stats.accuracy = statistics.mean(graded) if graded else None
