@@ -17,6 +17,7 @@ Every tensor of the active adapters is read, or the walker's construction fails 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -157,24 +158,34 @@ def is_supported(layer: nn.Module, adapter: str) -> bool:
     return variant is None or (type(variant).__name__ == "DoraLinearVariant" and adapter in layer.lora_A)
 
 
+def adapter_holders(module: nn.Module) -> Iterator[tuple[str, nn.ModuleDict | nn.ParameterDict]]:
+    """What a wrapper of PEFT's keeps by adapter name."""
+    for name in module.adapter_layer_names:
+        with contextlib.suppress(AttributeError):
+            yield name, attrgetter(name)(module)
+
+
 def active_tensors(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, str]]:
     """(name, tensor, kind of layer) of everything that the active adapters add to the model."""
     for name, module in model.named_modules():
         if not is_adapted(module) or module.disable_adapters:
             continue
-        for holder_name in module.adapter_layer_names:
-            try:
-                holder = attrgetter(holder_name)(module)
-            except AttributeError:
-                continue
+        for holder_name, holder in adapter_holders(module):
             for adapter in module.active_adapters:
                 if adapter not in holder:
                     continue
                 item, prefix = holder[adapter], f"{name}.{holder_name}.{adapter}"
                 variant = getattr(module, "lora_variant", {}).get(adapter)
                 kind = type(module).__name__ + (f", {type(variant).__name__}" if variant is not None else "")
-                inside = [("", item)] if isinstance(item, nn.Parameter) else item.named_parameters()
-                yield from ((f"{prefix}.{inner}".rstrip("."), parameter, kind) for inner, parameter in inside)
+                if isinstance(item, nn.Parameter):
+                    yield prefix, item, kind
+                    continue
+                # A saved module may have been copied with another adapter's layers in it, which speak for themselves.
+                inner = (holder for child in item.modules() if is_adapted(child) for _, holder in adapter_holders(child))
+                others = {id(parameter) for holder in inner for parameter in holder.parameters()}
+                for inside, parameter in item.named_parameters():
+                    if id(parameter) not in others:
+                        yield f"{prefix}.{inside}", parameter, kind
 
 
 def peft_configs(model: nn.Module) -> dict:
@@ -243,7 +254,7 @@ class Adapters:
             raise ValueError(f"lora_mode must be one of {', '.join(LORA_MODES)}, not {mode!r}")
         for name, config in peft_configs(model).items():
             if config.peft_type != "LORA":
-                raise ValueError(f"adapter {name!r} is {config.peft_type}; the rollout engine's own walkers apply LoRA only")
+                raise ValueError(f"adapter {name!r} is {config.peft_type.value}; the rollout engine's own walkers apply LoRA only")
         self.model, self.weights = model, weights
         self.mode = mode or ("active" if any(is_4bit(module) for module in model.modules()) else "merged")
         self.sites: dict[int, tuple[str, dict, str]] = {}

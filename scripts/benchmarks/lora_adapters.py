@@ -117,7 +117,7 @@ def load_adapter(model: nn.Module, path: str | Path, adapter_name: str = "defaul
 
     config = PeftConfig.from_pretrained(str(path))
     if config.peft_type != "LORA":
-        raise ValueError(f"{path} is a {config.peft_type} adapter; the rollout engine applies LoRA only")
+        raise ValueError(f"{path} is a {config.peft_type.value} adapter; the rollout engine applies LoRA only")
     config.inference_mode = True
     adapted = get_peft_model(model, config, adapter_name)
     saved = load_peft_weights(str(path), device=str(next(model.parameters()).device))
@@ -127,9 +127,8 @@ def load_adapter(model: nn.Module, path: str | Path, adapter_name: str = "defaul
     state = _with_peft_prefix(saved, places)
     left_over, missing = sorted(state.keys() - places), sorted(expected.keys() - state.keys())
     if left_over or missing:
-        reasons = [f"{_listed(names)} {what}" for names, what in ((left_over, "has no place in the model"), (missing, "is not in the file"))
-                   if names]  # fmt: skip
-        raise ValueError(f"adapter {path}: {'; '.join(reasons)}")
+        problems = ((left_over, "has no place in the model"), (missing, "is not in the file"))
+        raise ValueError(f"adapter {path}: " + "; ".join(f"{_listed(names)} {problem}" for names, problem in problems if names))
     set_peft_model_state_dict(adapted, state, adapter_name=adapter_name)
     return adapted.eval()
 
