@@ -375,8 +375,8 @@ def test_sample_follows_the_distribution(filters):
 def _noise_kernel(out_ptr, seed_ptr, position_ptr, V, BLOCK: tl.constexpr):
     tokens = tl.arange(0, BLOCK)
     row = tl.program_id(0)
-    noise = fk._gumbel_noise(tl.load(seed_ptr + row), tl.load(position_ptr + row), tokens)
-    tl.store(out_ptr + row * V + tokens, noise, mask=tokens < V)
+    noise = fk._exponential_noise(tl.load(seed_ptr + row), tl.load(position_ptr + row), tokens)
+    tl.store(out_ptr + row * V + tokens, -tl.log(noise), mask=tokens < V)
 
 
 def test_noise_is_the_same_in_kernel_and_reference():

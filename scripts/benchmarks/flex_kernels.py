@@ -749,14 +749,14 @@ def _mix32(x):
 
 
 @_jit
-def _gumbel_noise(seed, position, tokens):
-    """`gumbel_noise_reference` for one row: the same uniform bits."""
+def _exponential_noise(seed, position, tokens):
+    """Standard exponential noise of one row; minus its logarithm is `gumbel_noise_reference`, from the same bits."""
     mixed = _mix64(_mix64(seed.to(tl.uint64)) + position.to(tl.uint64))
     key0 = (mixed & 0xFFFFFFFF).to(tl.uint32)
     key1 = (mixed >> 32).to(tl.uint32)
     bits = _mix32(_mix32((tokens.to(tl.uint32) * 0x9E3779B1) ^ key0) ^ key1)
     uniform = ((bits >> 9).to(tl.float32) + 0.5) * 1.1920928955078125e-07  # 2**-23
-    return -tl.log(-tl.log(uniform))
+    return -tl.log(uniform)
 
 
 @_jit
@@ -790,7 +790,7 @@ def _threshold_search(
     passes find the exact key; no sort, and sums in a fixed order.
     """
     DTYPE: tl.constexpr = logits_ptr.dtype.element_ty
-    lanes = tl.arange(0, BLOCK)
+    lanes = tl.arange(0, BLOCK)[None, :]  # two-dimensional from the load on: no change of layout inside the loop
     ways = tl.arange(0, WAYS)
     target = goal
     if MASS:
@@ -798,14 +798,17 @@ def _threshold_search(
     while hi - lo > 1:
         step = (hi - lo + WAYS - 1) // WAYS
         keys = tl.minimum(lo + ways * step, hi)
-        floors = _key_to_float(keys, DTYPE)
+        floors = _key_to_float(keys, DTYPE)[:, None]
         totals = tl.zeros([WAYS, BLOCK], tl.float32)
+        ahead = tl.load(logits_ptr + lanes, mask=lanes < V, other=-float("inf"))
         for start in tl.range(0, V, BLOCK):
-            x = tl.load(logits_ptr + start + lanes, mask=start + lanes < V, other=-float("inf")).to(tl.float32)
-            weight = tl.full([BLOCK], 1.0, tl.float32)
+            x = ahead.to(tl.float32)
+            following = start + BLOCK + lanes
+            ahead = tl.load(logits_ptr + following, mask=following < V, other=-float("inf"))
+            weight = tl.full([1, BLOCK], 1.0, tl.float32)
             if MASS:
-                weight = tl.exp((x - top) * inv_temperature)
-            totals += tl.where(x[None, :] >= floors[:, None], weight[None, :], 0.0)
+                weight = tl.exp2((x - top) * (inv_temperature * 1.4426950408889634))
+            totals += tl.where(x >= floors, weight, 0.0)
         total = tl.sum(totals, axis=1)
         if MASS:
             if target < 0:
@@ -837,7 +840,7 @@ def _sample_threshold_kernel(
         inv_temperature = tl.div_rn(1.0, temperature)
         lanes = tl.arange(0, BLOCK)
         lane_max = tl.full([BLOCK], -float("inf"), tl.float32)
-        for start in tl.range(0, V, BLOCK):
+        for start in tl.range(0, V, BLOCK, loop_unroll_factor=4):
             x = tl.load(logits_ptr + start + lanes, mask=start + lanes < V, other=-float("inf")).to(tl.float32)
             lane_max = tl.maximum(lane_max, x)
         top = tl.max(lane_max)
@@ -882,15 +885,19 @@ def _sample_slice_kernel(
     mask = tokens < V
     x = tl.load(logits_ptr + row.to(tl.int64) * logits_stride + tokens, mask=mask, other=-float("inf")).to(tl.float32)
     kept = x >= threshold
-    noisy = x
     scaled = x
     if temperature > 0:
         scaled = x * tl.div_rn(1.0, temperature)
-        noisy = scaled + _gumbel_noise(tl.load(seed_ptr + row), tl.load(positions_ptr + row), tokens)
-    noisy = tl.where(kept & mask, noisy, -float("inf"))
     top = tl.max(scaled)
     weights = tl.exp(scaled - tl.where(top == -float("inf"), 0.0, top))
-    best, winner = tl.max(noisy, axis=0, return_indices=True, return_indices_tie_break_left=True)
+    score = x
+    if temperature > 0:
+        # exp(s) / E grows with s - log(E), and -log(E) is the Gumbel noise: one logarithm less for each token.
+        score = weights / _exponential_noise(tl.load(seed_ptr + row), tl.load(positions_ptr + row), tokens)
+    score = tl.where(kept & mask, score, -float("inf"))
+    best, winner = tl.max(score, axis=0, return_indices=True, return_indices_tie_break_left=True)
+    if temperature > 0:
+        best = tl.where(best > 0, top + tl.log(best), -float("inf"))
     broken = tl.max((mask & ((x != x) | (x == float("inf")))).to(tl.int32))
     stats_ptr += (row * num_slices + piece) * 4
     tl.store(stats_ptr, top)
