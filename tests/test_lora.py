@@ -644,18 +644,40 @@ def randn(*shape, dtype=torch.float32):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float32).to(DEVICE, dtype)
 
 
+def low_rank_inputs(T, sizes, R, dtype, scaled):
+    """y and xa are columns of one product, as `ActiveProjection` makes them."""
+    y, xa = randn(T, sum(sizes) + len(sizes) * R, dtype=dtype).tensor_split([sum(sizes)], dim=1)
+    return y, xa, randn(R, sum(sizes), dtype=dtype) * R**-0.5, randn(sum(sizes)) if scaled else None
+
+
+def assert_near(actual, expected):
+    tolerance = 2e-5 if expected.dtype == torch.float32 else 0.02
+    assert actual.is_contiguous()
+    torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
 @pytest.mark.parametrize("T, sizes, R", [(1, (64,), 16), (33, (100, 36, 36), 16), (5, (65, 200), 32), (40, (128, 64, 64), 64)])
 @pytest.mark.parametrize("scaled", [False, True])
 def test_add_low_rank(interpreter, T, sizes, R, scaled, dtype):
-    rows = sum(sizes)
-    both = randn(T, rows + len(sizes) * R, dtype=dtype)
-    y, xa = both.tensor_split([rows], dim=1)
-    b, scale = randn(rows, R, dtype=dtype), randn(rows) if scaled else None
-    actual, expected = lk.add_low_rank_triton(y, xa, b, sizes, scale), lk.add_low_rank_reference(y, xa, b, sizes, scale)
-    assert actual.is_contiguous()
-    tolerance = 2e-5 if dtype == torch.float32 else 0.02
-    torch.testing.assert_close(actual, expected, atol=tolerance * R**0.5, rtol=tolerance)
+    y, xa, b, scale = low_rank_inputs(T, sizes, R, dtype, scaled)
+    assert_near(lk.add_low_rank_triton(y, xa, b, sizes, scale), lk.add_low_rank_reference(y, xa, b, sizes, scale))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+@pytest.mark.parametrize("T, I, R, scaled", [(1, 64, 16, False), (33, 100, 32, True), (5, 129, 16, False)])
+def test_low_rank_silu_mul(interpreter, T, I, R, scaled, dtype):
+    y, xa, b, scale = low_rank_inputs(T, (I, I), R, dtype, scaled)
+    assert_near(lk.low_rank_silu_mul_triton(y, xa, b, scale), lk.low_rank_silu_mul_reference(y, xa, b, scale))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+@pytest.mark.parametrize("T, N, R, scaled", [(1, 64, 16, False), (5, 100, 32, True), (3, 576, 64, False)])
+def test_low_rank_add_norm(interpreter, T, N, R, scaled, dtype):
+    y, xa, b, scale = low_rank_inputs(T, (N,), R, dtype, scaled)
+    rest = (randn(T, N + 3, dtype=dtype)[:, 3:], randn(N, dtype=dtype), 1e-6, scale)
+    for actual, expected in zip(lk.low_rank_add_norm_triton(y, xa, b, *rest), lk.low_rank_add_norm_reference(y, xa, b, *rest)):
+        assert_near(actual, expected)
 
 
 @pytest.mark.parametrize("base_dtype, adapter_dtype", [(torch.bfloat16, torch.float32), (HALF, HALF), (torch.float32,) * 2])

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import flex_kernels
-from flex_lora_kernels import MAX_PARTS, add_low_rank, merge_low_rank, padded_rank
+from flex_lora_kernels import MAX_PARTS, add_low_rank, low_rank_add_norm, low_rank_silu_mul, merge_low_rank, padded_rank
 from flex_nf4 import NF4Projection, float_weight, is_4bit
 from flex_weights import Embedding, Product, Projection, SharedWeights
 
@@ -198,23 +198,35 @@ def peft_configs(model: nn.Module) -> dict:
 
 
 class ActiveProjection(Product):
-    """y = x Wᵀ + b + scaling · (x Aᵀ) Bᵀ part by part, times DoRA's scale: at most two kernels more than the base's one.
+    """y = x Wᵀ + b + scaling · (x Aᵀ) Bᵀ part by part, times DoRA's scale; the low-rank part rides on the kernel that follows.
 
     Where it can, A lies under W in one storage, so that one product gives y and x Aᵀ; a base of another kind (NF4, or tied to the
     embedding) comes as `base`, and x Aᵀ is a product of its own. Ranks are padded to one width R for all parts, several active
-    adapters side by side in it; `b_NR` holds scaling · B.
+    adapters side by side in it; `b_RN` holds scaling · Bᵀ.
     """
 
-    def __init__(self, a_PRK: Tensor, b_NR: Tensor, sizes: list[int], stacked: Projection | None, base, scale_N: Tensor | None):
-        self.a_PRK, self.b_NR, self.sizes, self.scale_N = a_PRK, b_NR, sizes, scale_N
+    def __init__(
+        self, a_PRK: Tensor, b_RN: Tensor, sizes: list[int], stacked: Projection | None, base: Product | None, scale_N: Tensor | None
+    ):
+        self.a_PRK, self.b_RN, self.sizes, self.scale_N = a_PRK, b_RN, sizes, scale_N
         self.stacked, self.base = stacked, base
 
-    def __call__(self, x_TK: Tensor) -> Tensor:
+    def products(self, x_TK: Tensor) -> tuple[Tensor, Tensor]:
+        """x Wᵀ + b `[T, N]` and x Aᵀ `[T, P * R]`."""
         if self.stacked is not None:
-            y_TN, xa_TPR = self.stacked(x_TK).tensor_split([self.b_NR.shape[0]], dim=1)
-        else:
-            y_TN, xa_TPR = self.base(x_TK), flex_kernels.linear(x_TK, self.a_PRK.flatten(0, 1))
-        return add_low_rank(y_TN, xa_TPR, self.b_NR, self.sizes, self.scale_N)
+            return self.stacked(x_TK).tensor_split([self.b_RN.shape[1]], dim=1)
+        return self.base(x_TK), flex_kernels.linear(x_TK, self.a_PRK.flatten(0, 1))
+
+    def __call__(self, x_TK: Tensor) -> Tensor:
+        return add_low_rank(*self.products(x_TK), self.b_RN, self.sizes, self.scale_N)
+
+    def add_norm(self, x_TK: Tensor, residual_TN: Tensor, norm_N: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        if len(self.sizes) > 1:
+            return super().add_norm(x_TK, residual_TN, norm_N, eps)
+        return low_rank_add_norm(*self.products(x_TK), self.b_RN, residual_TN, norm_N, eps, self.scale_N)
+
+    def silu_gated(self, x_TK: Tensor) -> Tensor:
+        return low_rank_silu_mul(*self.products(x_TK), self.b_RN, self.scale_N)
 
 
 @dataclass(eq=False)
@@ -328,7 +340,7 @@ class Adapters:
         sizes = [base.out_features for base in bases]
         rank = padded_rank(max(sum(delta.factors()[1].shape[0] for delta in part.deltas) for part in parts))
         rows, extra = sum(sizes), len(parts) * rank
-        b_NR = weights.empty(rows, rank).zero_()
+        b_RN = weights.empty(rank, rows).zero_()
         scale_N = torch.ones(rows, device=weights.device) if any(part.dora for part in parts) else None
         stacked = base = None
         if four_bit or any(weights.holds(linear.weight) for linear in bases):
@@ -340,11 +352,11 @@ class Adapters:
             a_NK = storage[rows:]
             stacked = Projection(storage, self._bias(parts, scale_N, extra))
         a_PRK = a_NK.unflatten(0, (len(parts), rank))
-        for part, a_RK, own_b_NR in zip(parts, a_PRK, b_NR.split(sizes)):
-            self._add_rooms(part, own_b_NR, a_RK)
+        for part, a_RK, own_b_RN in zip(parts, a_PRK, b_RN.split(sizes, dim=1)):
+            self._add_rooms(part, own_b_RN.T, a_RK)
         if scale_N is not None:
             self.scales += [(part, room) for part, room in zip(parts, scale_N.split(sizes)) if part.dora]
-        return ActiveProjection(a_PRK, b_NR, sizes, stacked, base, scale_N)
+        return ActiveProjection(a_PRK, b_RN, sizes, stacked, base, scale_N)
 
     def _add_rooms(self, part: Adapted, left: Tensor, right: Tensor) -> None:
         first = 0

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from flex_kernels import rms_norm, rms_norm_reference, silu_mul_reference
+
 try:
     import triton
     import triton.language as tl
@@ -19,10 +21,15 @@ except ImportError:  # no Triton wheel for this platform: the references run ins
     triton = tl = None
 
 MAX_PARTS = 3
+MAX_FUSED_ROWS = 256
 
 
 def _jit(fn):
     return triton.jit(fn) if triton is not None else fn
+
+
+def _use_triton(x: Tensor) -> bool:
+    return x.is_cuda and triton is not None
 
 
 def padded_rank(rank: int) -> int:
@@ -30,31 +37,70 @@ def padded_rank(rank: int) -> int:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# y + block-diagonal low-rank product
+# y + block-diagonal low-rank product, alone or with what follows the projection
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def add_low_rank(y_TN: Tensor, xa_TPR: Tensor, b_NR: Tensor, sizes: Sequence[int], scale_N: Tensor | None = None) -> Tensor:
+def add_low_rank(y_TN: Tensor, xa_TPR: Tensor, b_RN: Tensor, sizes: Sequence[int], scale_N: Tensor | None = None) -> Tensor:
     """`y + xa_p B_pᵀ` for each part p of the row, times `scale_N` where given (DoRA); a new contiguous `[T, N]`.
 
-    `sizes` are the parts' widths, at most 3; `xa_TPR` is `[T, P * R]`, `b_NR` has each output's own row of B with the adapter's
-    scaling folded in. y is rounded to its dtype before and after; the product and the sum are fp32, as PEFT's are.
+    `sizes` are the parts' widths, at most 3; `xa_TPR` is `[T, P * R]`; `b_RN` has each output's own row of B as a column, with
+    the adapter's scaling folded in. y is rounded to its dtype before and after; the product and the sum are fp32, as PEFT's are.
     """
-    run = add_low_rank_triton if y_TN.is_cuda and triton is not None else add_low_rank_reference
-    return run(y_TN, xa_TPR, b_NR, sizes, scale_N)
+    run = add_low_rank_triton if _use_triton(y_TN) else add_low_rank_reference
+    return run(y_TN, xa_TPR, b_RN, sizes, scale_N)
 
 
-def add_low_rank_reference(
-    y_TN: Tensor, xa_TPR: Tensor, b_NR: Tensor, sizes: Sequence[int], scale_N: Tensor | None = None
-) -> Tensor:
-    parts = zip(xa_TPR.float().split(b_NR.shape[1], dim=1), b_NR.float().split(list(sizes)))
-    total_TN = y_TN.float() + torch.cat([xa_TR @ part_NR.T for xa_TR, part_NR in parts], dim=1)
+def add_low_rank_reference(y_TN, xa_TPR, b_RN, sizes, scale_N=None) -> Tensor:
+    parts = zip(xa_TPR.float().split(b_RN.shape[0], dim=1), b_RN.float().split(list(sizes), dim=1))
+    total_TN = y_TN.float() + torch.cat([xa_TR @ part_RN for xa_TR, part_RN in parts], dim=1)
     return (total_TN if scale_N is None else total_TN * scale_N).to(y_TN.dtype)
+
+
+def low_rank_silu_mul(y_TN: Tensor, xa_TPR: Tensor, b_RN: Tensor, scale_N: Tensor | None = None) -> Tensor:
+    """`silu_mul(add_low_rank(...))` for [gate | up]: `[T, N / 2]`."""
+    run = low_rank_silu_mul_triton if _use_triton(y_TN) else low_rank_silu_mul_reference
+    return run(y_TN, xa_TPR, b_RN, scale_N)
+
+
+def low_rank_silu_mul_reference(y_TN, xa_TPR, b_RN, scale_N=None) -> Tensor:
+    return silu_mul_reference(add_low_rank_reference(y_TN, xa_TPR, b_RN, [y_TN.shape[1] // 2] * 2, scale_N))
+
+
+def low_rank_add_norm(
+    y_TN: Tensor, xa_TR: Tensor, b_RN: Tensor, residual_TN: Tensor, norm_N: Tensor, eps: float, scale_N: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """`rms_norm(add_low_rank(...), norm, eps, residual)` of a projection of one part -> (normed_TN, total_TN)."""
+    if not _use_triton(y_TN):
+        return low_rank_add_norm_reference(y_TN, xa_TR, b_RN, residual_TN, norm_N, eps, scale_N)
+    if len(y_TN) > MAX_FUSED_ROWS:  # a program per row would read B once for each row
+        return rms_norm(add_low_rank_triton(y_TN, xa_TR, b_RN, [y_TN.shape[1]], scale_N), norm_N, eps, residual_TN)
+    return low_rank_add_norm_triton(y_TN, xa_TR, b_RN, residual_TN, norm_N, eps, scale_N)
+
+
+def low_rank_add_norm_reference(y_TN, xa_TR, b_RN, residual_TN, norm_N, eps, scale_N=None) -> tuple[Tensor, Tensor]:
+    return rms_norm_reference(add_low_rank_reference(y_TN, xa_TR, b_RN, [y_TN.shape[1]], scale_N), norm_N, eps, residual_TN)
+
+
+@_jit
+def _low_rank_tile(
+    y_ptr, xa_ptr, b_ptr, scale_ptr, rows, row_mask, cols, col_mask, part, y_stride, xa_stride, b_stride,
+    R: tl.constexpr, HAS_SCALE: tl.constexpr,
+):
+    """y + xa B of a tile that lies in one part, fp32."""
+    ranks = tl.arange(0, R)
+    xa = tl.load(xa_ptr + rows[:, None] * xa_stride + (part * R + ranks)[None, :], mask=row_mask[:, None], other=0.0)
+    b = tl.load(b_ptr + ranks[:, None] * b_stride + cols[None, :], mask=col_mask[None, :], other=0.0)
+    y = tl.load(y_ptr + rows[:, None] * y_stride + cols[None, :], mask=row_mask[:, None] & col_mask[None, :], other=0.0)
+    total = y.to(tl.float32) + tl.dot(xa, b, input_precision="ieee")
+    if HAS_SCALE:
+        total *= tl.load(scale_ptr + cols, mask=col_mask, other=0.0)[None, :]
+    return total
 
 
 @_jit
 def _add_low_rank_kernel(
-    y_ptr, xa_ptr, b_ptr, scale_ptr, out_ptr, T, y_stride, xa_stride, n0, n1, n2,
+    y_ptr, xa_ptr, b_ptr, scale_ptr, out_ptr, T, y_stride, xa_stride, b_stride, n0, n1, n2,
     R: tl.constexpr, HAS_SCALE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
 ):
     # No tile spans two parts: the grid is the parts' tiles one after another.
@@ -68,38 +114,116 @@ def _add_low_rank_kernel(
         if tile >= tiles:
             tile -= tiles
             part, start, end = 2, n0 + n1, n0 + n1 + n2
-    rows = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
+    rows = (tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
     cols = start + tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    ranks = tl.arange(0, R)
     row_mask, col_mask = rows < T, cols < end
-    mask = row_mask[:, None] & col_mask[None, :]
-    rows = rows.to(tl.int64)
-    xa = tl.load(xa_ptr + rows[:, None] * xa_stride + (part * R + ranks)[None, :], mask=row_mask[:, None], other=0.0)
-    b = tl.load(b_ptr + cols[None, :] * R + ranks[:, None], mask=col_mask[None, :], other=0.0)
-    y = tl.load(y_ptr + rows[:, None] * y_stride + cols[None, :], mask=mask, other=0.0)
-    total = y.to(tl.float32) + tl.dot(xa, b, input_precision="ieee")
-    if HAS_SCALE:
-        total *= tl.load(scale_ptr + cols, mask=col_mask, other=0.0)[None, :]
-    tl.store(out_ptr + rows[:, None] * (n0 + n1 + n2) + cols[None, :], total.to(out_ptr.dtype.element_ty), mask=mask)
+    total = _low_rank_tile(
+        y_ptr, xa_ptr, b_ptr, scale_ptr, rows, row_mask, cols, col_mask, part, y_stride, xa_stride, b_stride, R, HAS_SCALE
+    )
+    out_ptrs = out_ptr + rows[:, None] * (n0 + n1 + n2) + cols[None, :]
+    tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=row_mask[:, None] & col_mask[None, :])
 
 
-def add_low_rank_triton(
-    y_TN: Tensor, xa_TPR: Tensor, b_NR: Tensor, sizes: Sequence[int], scale_N: Tensor | None = None
-) -> Tensor:
-    T, N = y_TN.shape
-    assert y_TN.stride(1) == 1 and xa_TPR.stride(1) == 1 and b_NR.is_contiguous()
-    assert len(sizes) <= MAX_PARTS and sum(sizes) == N == b_NR.shape[0] and xa_TPR.shape[1] == len(sizes) * b_NR.shape[1]
-    out_TN = torch.empty((T, N), dtype=y_TN.dtype, device=y_TN.device)
-    if not T:
-        return out_TN
-    # A decode step is small enough to be bound by latency: tiles are small so that every SM has some.
-    block_t, block_n = (32, 64) if T <= 256 else (64, 128)
-    grid = (sum(-(-size // block_n) for size in sizes), -(-T // block_t))
-    _add_low_rank_kernel[grid](
-        y_TN, xa_TPR, b_NR, scale_N, out_TN, T, y_TN.stride(0), xa_TPR.stride(0), *sizes, *[0] * (MAX_PARTS - len(sizes)),
-        R=b_NR.shape[1], HAS_SCALE=scale_N is not None, BLOCK_T=block_t, BLOCK_N=block_n, num_warps=4,
+@_jit
+def _low_rank_silu_mul_kernel(
+    y_ptr, xa_ptr, b_ptr, scale_ptr, out_ptr, T, I, y_stride, xa_stride, b_stride,
+    R: tl.constexpr, HAS_SCALE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
+):
+    dtype = out_ptr.dtype.element_ty
+    rows = (tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
+    cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row_mask, col_mask = rows < T, cols < I
+    gate = _low_rank_tile(
+        y_ptr, xa_ptr, b_ptr, scale_ptr, rows, row_mask, cols, col_mask, 0, y_stride, xa_stride, b_stride, R, HAS_SCALE
+    )
+    up = _low_rank_tile(
+        y_ptr + I, xa_ptr, b_ptr + I, scale_ptr + I if HAS_SCALE else scale_ptr, rows, row_mask, cols, col_mask, 1,
+        y_stride, xa_stride, b_stride, R, HAS_SCALE,
     )  # fmt: skip
+    gate = gate.to(dtype).to(tl.float32)
+    activated = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
+    out = (activated * up.to(dtype).to(tl.float32)).to(dtype)
+    tl.store(out_ptr + rows[:, None] * I + cols[None, :], out, mask=row_mask[:, None] & col_mask[None, :])
+
+
+@_jit
+def _low_rank_add_norm_kernel(
+    y_ptr, xa_ptr, b_ptr, scale_ptr, residual_ptr, norm_ptr, out_ptr, total_ptr, eps, y_stride, xa_stride, b_stride, residual_stride,
+    N: tl.constexpr, R: tl.constexpr, HAS_SCALE: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr,
+):
+    dtype = out_ptr.dtype.element_ty
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK)
+    mask = cols < N
+    y = tl.load(y_ptr + row * y_stride + cols, mask=mask, other=0.0).to(tl.float32)
+    residual = tl.load(residual_ptr + row * residual_stride + cols, mask=mask, other=0.0).to(tl.float32)
+    norm = tl.load(norm_ptr + cols, mask=mask, other=0.0).to(tl.float32)
+    delta = tl.zeros((BLOCK,), tl.float32)
+    for first in range(0, R, UNROLL):
+        for i in tl.static_range(UNROLL):
+            xa = tl.load(xa_ptr + row * xa_stride + first + i).to(tl.float32)
+            delta += xa * tl.load(b_ptr + (first + i) * b_stride + cols, mask=mask, other=0.0).to(tl.float32)
+    y += delta
+    if HAS_SCALE:
+        y *= tl.load(scale_ptr + cols, mask=mask, other=0.0)
+    total = (y.to(dtype).to(tl.float32) + residual).to(dtype)
+    tl.store(total_ptr + row * N + cols, total, mask=mask)
+    total = total.to(tl.float32)
+    normed = (total * tl.rsqrt(tl.sum(total * total) / N + eps)).to(dtype).to(tl.float32)
+    tl.store(out_ptr + row * N + cols, (normed * norm).to(dtype), mask=mask)
+
+
+def _check(y_TN: Tensor, xa_TPR: Tensor, b_RN: Tensor, sizes: Sequence[int]) -> None:
+    R, N = b_RN.shape
+    assert y_TN.stride(1) == xa_TPR.stride(1) == b_RN.stride(1) == 1 and padded_rank(R) == R
+    assert len(sizes) <= MAX_PARTS and sum(sizes) == N == y_TN.shape[1] and xa_TPR.shape[1] == len(sizes) * R
+
+
+def _tile(T: int) -> tuple[int, int]:
+    """(BLOCK_T, BLOCK_N). A decode step is bound by latency: small tiles, so that every SM has some."""
+    return (32, 64) if T <= MAX_FUSED_ROWS else (64, 128)
+
+
+def add_low_rank_triton(y_TN, xa_TPR, b_RN, sizes, scale_N=None) -> Tensor:
+    _check(y_TN, xa_TPR, b_RN, sizes)
+    T, N = y_TN.shape
+    out_TN = torch.empty((T, N), dtype=y_TN.dtype, device=y_TN.device)
+    if T:
+        block_t, block_n = _tile(T)
+        _add_low_rank_kernel[sum(-(-size // block_n) for size in sizes), -(-T // block_t)](
+            y_TN, xa_TPR, b_RN, scale_N, out_TN, T, y_TN.stride(0), xa_TPR.stride(0), b_RN.stride(0),
+            *sizes, *[0] * (MAX_PARTS - len(sizes)),
+            R=b_RN.shape[0], HAS_SCALE=scale_N is not None, BLOCK_T=block_t, BLOCK_N=block_n, num_warps=4,
+        )  # fmt: skip
     return out_TN
+
+
+def low_rank_silu_mul_triton(y_TN, xa_TPR, b_RN, scale_N=None) -> Tensor:
+    T, I = y_TN.shape[0], y_TN.shape[1] // 2
+    _check(y_TN, xa_TPR, b_RN, [I, I])
+    out_TI = torch.empty((T, I), dtype=y_TN.dtype, device=y_TN.device)
+    if T:
+        block_t, block_n = _tile(T)
+        _low_rank_silu_mul_kernel[-(-I // block_n), -(-T // block_t)](
+            y_TN, xa_TPR, b_RN, scale_N, out_TI, T, I, y_TN.stride(0), xa_TPR.stride(0), b_RN.stride(0),
+            R=b_RN.shape[0], HAS_SCALE=scale_N is not None, BLOCK_T=block_t, BLOCK_N=block_n, num_warps=4,
+        )  # fmt: skip
+    return out_TI
+
+
+def low_rank_add_norm_triton(y_TN, xa_TR, b_RN, residual_TN, norm_N, eps, scale_N=None) -> tuple[Tensor, Tensor]:
+    T, N = y_TN.shape
+    _check(y_TN, xa_TR, b_RN, [N])
+    assert residual_TN.stride(1) == 1
+    out_TN, total_TN = torch.empty((2, T, N), dtype=y_TN.dtype, device=y_TN.device)
+    if T:
+        block = 1 << (N - 1).bit_length()
+        _low_rank_add_norm_kernel[T,](
+            y_TN, xa_TR, b_RN, scale_N, residual_TN, norm_N, out_TN, total_TN, eps,
+            y_TN.stride(0), xa_TR.stride(0), b_RN.stride(0), residual_TN.stride(0),
+            N=N, R=b_RN.shape[0], HAS_SCALE=scale_N is not None, BLOCK=block, UNROLL=8, num_warps=min(max(block // 512, 1), 16),
+        )  # fmt: skip
+    return out_TN, total_TN
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -115,7 +239,7 @@ def merge_low_rank(
     `[M, N] = [M, N] + [M, r] @ [r, N]`, of any shapes and floating dtypes; `outs[i]` may be `bases[i]`. Weights of one kind
     (shape, dtype, strides) are one launch, so that a refresh of a whole model is bound by memory and not by launches.
     """
-    run = merge_low_rank_triton if outs and outs[0].is_cuda and triton is not None else merge_low_rank_reference
+    run = merge_low_rank_triton if outs and _use_triton(outs[0]) else merge_low_rank_reference
     run(outs, bases, lefts, rights, scalings)
 
 
