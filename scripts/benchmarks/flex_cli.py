@@ -621,8 +621,8 @@ def device_name(device: torch.device) -> str:
     return f"cpu ({platform.machine()}, {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads)"
 
 
-def check_writable(path: str) -> None:
-    """Ends the script before a run whose stats could not be written."""
+def check_writable(path: str, flag: str = "--stats_path") -> None:
+    """Ends the script before a run whose results could not be written."""
     target = Path(path)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -631,7 +631,7 @@ def check_writable(path: str) -> None:
         with tempfile.TemporaryFile(dir=target.parent):
             pass
     except OSError as error:
-        fail(f"--stats_path {path}: {error}")
+        fail(f"{flag} {path}: {error}")
 
 
 # ---------------------------------------------------------------------------------------------------------------------- run
