@@ -301,7 +301,7 @@ def merge_low_rank_triton(outs, bases, lefts, rights, scalings) -> None:
         addresses = [[t.data_ptr() for t in kind] for kind in tensors]
         out, base, left, right = (kind[0] for kind in tensors)
         (M, N), device = out.shape, out.device
-        block_m, block_n = 64, 128
+        block_m = block_n = 64  # 128 registers a thread: four programs on an SM hide each other's loads
         grid = (-(-M // block_m) * -(-N // block_n), len(members))
         _merge_low_rank_kernel[grid](
             torch.tensor(addresses, dtype=torch.int64, device=device),
@@ -309,5 +309,5 @@ def merge_low_rank_triton(outs, bases, lefts, rights, scalings) -> None:
             len(members), M, N, left.shape[1], out.stride(0), base.stride(0), *left.stride(), *right.stride(),
             OUT=dtypes[out.dtype], BASE=dtypes[base.dtype], LEFT=dtypes[left.dtype], RIGHT=dtypes[right.dtype],
             ALIGNED=all(address % 16 == 0 for kind in addresses for address in kind),
-            BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_R=32, num_warps=8,
+            BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_R=16, num_warps=4, num_stages=1,
         )  # fmt: skip
