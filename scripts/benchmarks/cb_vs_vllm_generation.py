@@ -12,7 +12,7 @@ request. A round is a whole generate call from token ids to token ids, prefill i
 from __future__ import annotations
 
 import argparse
-import dataclasses
+import importlib.util
 import json
 import os
 import re
@@ -32,12 +32,18 @@ from embedded_model import EmbeddedModelError, embedded_model_path
 from flex_cli import (
     EMBEDDED,
     MAX_DEFAULT_BATCH,
+    HelpFormatter,
     RoundStats,
     RunStats,
     SampleCompletion,
+    add_bandwidth,
+    add_engine_arguments,
     add_engine_stats,
+    add_model_arguments,
     add_peak_memory,
-    build_parser,
+    add_prompt_arguments,
+    add_run_arguments,
+    add_sampling_arguments,
     check_writable,
     default_device,
     device_name,
@@ -52,6 +58,7 @@ from flex_cli import (
     resolve_model_name,
     template_prompts,
 )
+from lora_adapters import add_lora_arguments, check_lora_arguments
 from peer_backends import PEERS, Generated, Peer, Workload
 from prompts import Prompt, parse_answer
 
@@ -80,11 +87,15 @@ class PeerStats(RunStats):
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = build_parser(__doc__, default_model="unsloth/Qwen3-4B-Base")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter, allow_abbrev=False)
+    add_model_arguments(parser, default_model="unsloth/Qwen3-4B-Base")
+    add_lora_arguments(parser)
+    add_prompt_arguments(parser)
+    add_sampling_arguments(parser)
+    add_engine_arguments(parser)
+    add_run_arguments(parser)
     group = parser.add_argument_group("backends")
     group.add_argument("--backend", metavar="NAMES", type=backends, default=["flex"], help=f"comma separated, of {', '.join(PEERS)}")
-    group.add_argument("--lora_adapter", metavar="DIR", help="PEFT adapter that every backend applies; peers apply it unmerged")
-    group.add_argument("--load_in_4bit", action="store_true", help="bitsandbytes NF4")
     group.add_argument(
         "--attn_impl", metavar="NAME", default=os.environ.get("HF_ATTN_IMPL"),
         help="attention of the transformers backends, as from_pretrained takes it (default: HF_ATTN_IMPL, else transformers' choice)",
@@ -187,10 +198,9 @@ def lognormal_lengths(count: int, longest: int, seed: int) -> list[int]:
 
 def run_backend(args: argparse.Namespace, name: str) -> None:
     """Every workload on one backend, in this process; the stats file is rewritten after each workload."""
-    used_before = card_used_gb()
+    card = find_card()
     tokenizer, config = load_tokenizer(args)
     workloads = make_workloads(args, tokenizer, config)
-    args.max_seq_len = args.max_seq_len or max(workload.max_seq_len for workload in workloads)
     args.max_batch_size = args.max_batch_size or min(MAX_DEFAULT_BATCH, max(w.num_sequences for w in workloads))
     started = time.perf_counter()
     try:
@@ -203,14 +213,14 @@ def run_backend(args: argparse.Namespace, name: str) -> None:
     finished: list[PeerStats] = []
     for workload in workloads:
         stats = PeerStats(
-            backend=name, model_name=args.model_name, device=device_name(default_device()), versions=library_versions(),
+            backend=name, model_name=args.model_name,
+            device=card.name() if card else device_name(default_device()), versions=library_versions(),
             config=run_config(args, workload), workload=workload.name, fingerprint=workload.fingerprint,
             num_sequences=workload.num_sequences, startup_seconds=startup_seconds,
             lora={"adapter": args.lora_adapter} if args.lora_adapter else None,
         )  # fmt: skip
         completions = measure(stats, peer, workload, args)
-        if used_before is not None:
-            stats.card_gb = card_used_gb() - used_before
+        stats.card_gb = card.taken_gb() if card else None
         judge(stats, workload, completions, tokenizer, real_weights=args.load_format != "dummy")
         finished.append(stats)
         save(finished, args.stats_path)
@@ -244,12 +254,13 @@ def measure(stats: PeerStats, peer: Peer, workload: Workload, args: argparse.Nam
         stats.rounds.append(round_stats(generated, workload, seconds))
         note(f"{stats.backend}, {workload.name}, round {round_index + 1} of {args.n_rounds}: {stats.rounds[-1].tps:.0f} tok/s")
     stats.attention_backend, stats.fallbacks = peer.attention, list(peer.fallbacks)
+    add_peak_memory(stats)
+    if (memory := peer.peak_memory()) is not None:
+        stats.peak_allocated_gb, stats.peak_reserved_gb = memory
     if generated.engine is not None:
         add_engine_stats(stats, generated.engine, prepared)
-    add_peak_memory(stats)
-    memory = peer.peak_memory()
-    if memory is not None:
-        stats.peak_allocated_gb, stats.peak_reserved_gb = memory
+        if torch.cuda.is_available():
+            add_bandwidth(stats, peer.engine, workload.mean_context)
     return generated.completions
 
 
@@ -270,19 +281,38 @@ def round_stats(generated: Generated, workload: Workload, seconds: float) -> Rou
     )
     if (engine := generated.engine) is not None:
         stats.prefill_seconds, stats.decode_seconds = engine.prefill_seconds, engine.decode_seconds
-        stats.preemptions, stats.pages_used = engine.preemptions, engine.peak_pages_used
+        stats.decode_steps, stats.preemptions, stats.pages_used = engine.decode_steps, engine.preemptions, engine.peak_pages_used
     return stats
 
 
-def card_used_gb() -> float | None:
-    """What the first GPU holds, all processes together, in 10^9 bytes; None without a GPU or NVIDIA's management library."""
+class Card:
+    """The first GPU as NVIDIA's management library sees it: all processes together, and no CUDA context in this one for it."""
+
+    def __init__(self) -> None:
+        import pynvml
+
+        pynvml.nvmlInit()
+        self.pynvml, self.handle = pynvml, pynvml.nvmlDeviceGetHandleByIndex(0)
+        self.used_before = self._used()
+
+    def _used(self) -> int:
+        return self.pynvml.nvmlDeviceGetMemoryInfo(self.handle).used
+
+    def taken_gb(self) -> float:
+        """More than at the start, in 10^9 bytes."""
+        return (self._used() - self.used_before) / 1e9
+
+    def name(self) -> str:
+        return self.pynvml.nvmlDeviceGetName(self.handle)
+
+
+def find_card() -> Card | None:
     if not torch.cuda.is_available():
         return None
-    try:
-        return torch.cuda.device_memory_used(0) / 1e9
-    except ModuleNotFoundError:
-        note("pynvml is missing, so what the GPU holds outside this process is not measured (pip install nvidia-ml-py)")
+    if importlib.util.find_spec("pynvml") is None:
+        note("what the GPU holds outside of this process is not measured: pip install nvidia-ml-py")
         return None
+    return Card()
 
 
 def judge(
@@ -354,6 +384,16 @@ def percent_of_vllm(stats: PeerStats, runs: Sequence[PeerStats]) -> float | None
     return 100 * stats.tps_median / max(rivals) if rivals else None
 
 
+def in_order(runs: Sequence[PeerStats]) -> list[PeerStats]:
+    """Batches by size, then groups, then mixed lengths; backends as they were given."""
+
+    def key(run: PeerStats) -> tuple:
+        kind, _, size = run.workload.partition(" ")
+        return kind, [int(number) for number in size.split("x")], run.fingerprint
+
+    return sorted(runs, key=key)
+
+
 def comparison_table(runs: Sequence[PeerStats]) -> str:
     """Markdown; one row for each run, workload by workload. Workloads of the same name but other contents stay apart."""
     columns = (
@@ -365,12 +405,13 @@ def comparison_table(runs: Sequence[PeerStats]) -> str:
         return "–" if value is None else format(value, form)
 
     lines = ["| " + " | ".join(columns) + " |", "|" + " --- |" * len(columns)]
-    order = list(dict.fromkeys((run.workload, run.fingerprint) for run in runs))
-    contents = {name: [f for n, f in order if n == name] for name, _ in order}
-    for run in sorted(runs, key=lambda run: order.index((run.workload, run.fingerprint))):
-        variant = contents[run.workload].index(run.fingerprint)
+    contents: dict[str, list[str]] = {}
+    for run in in_order(runs):
+        variants = contents.setdefault(run.workload, [])
+        variants += [run.fingerprint] if run.fingerprint not in variants else []
+        variant = variants.index(run.fingerprint)
         cells = (
-            run.workload + "'" * variant, label(run), run.attention_backend, cell(run.tps_median, ".0f"),
+            run.workload + "'" * variant, label(run), run.attention_backend.replace("|", " "), cell(run.tps_median, ".0f"),
             cell(min(run.tps_all, default=None), ".0f"), cell(run.tps_best, ".0f"),
             cell(percent_of_vllm(run, runs), ".0f"), cell(run.peak_allocated_gb, ".1f"), cell(run.peak_reserved_gb, ".1f"),
             cell(run.card_gb, ".1f"), {True: "yes", False: "no", None: "–"}[run.coherent],
@@ -387,7 +428,7 @@ def comparison_plot(runs: Sequence[PeerStats], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    workloads = list(dict.fromkeys(run.workload for run in runs))
+    workloads = list(dict.fromkeys(run.workload for run in in_order(runs)))
     labels = list(dict.fromkeys(label(run) for run in runs))
     width = 0.8 / len(labels)
     figure, axes = pyplot.subplots(figsize=(2 + 1.2 * len(workloads), 4.5), layout="constrained")
@@ -444,6 +485,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         fail("--n: several completions of a prompt are a workload of their own here, --groups PROMPTSxN")
     if args.stop or args.stop_token_ids:
         fail("--stop and --stop_token_ids don't apply: every completion has its length fixed")
+    if args.verify_no_drift:
+        fail("--verify_no_drift is a check of the inference scripts; this one measures")
+    try:
+        check_lora_arguments(args)
+    except ValueError as error:
+        fail(str(error))
     check_writable(args.stats_path)
     if len(args.backend) > 1:
         return run_children(args, argv)

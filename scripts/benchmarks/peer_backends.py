@@ -24,7 +24,8 @@ from embedded_model import embedded_model_path
 import flex_memory
 from flex_cli import EMBEDDED, default_device, engine_config, find_config, load_model, resolve_dtype, sampling_params
 from flex_engine import EngineConfig, EngineStats, FlexEngine, HFWalker, SamplingParams, Walker
-from persistent_cb import PersistentCB
+from lora_adapters import load_adapter
+from persistent_cb import PersistentCB, batching_config, sampling_config
 from prompts import Prompt
 from qwen3_flex_inference import Qwen3Walker
 
@@ -47,6 +48,12 @@ class Workload:
     @property
     def max_seq_len(self) -> int:
         return max(len(prompt.token_ids) + tokens for prompt, tokens in zip(self.prompts, self.max_tokens))
+
+    @property
+    def mean_context(self) -> int:
+        """Keys that a decode step's row sees, on average over the generated tokens."""
+        pairs = [(len(prompt.token_ids), new) for prompt, new in zip(self.prompts, self.max_tokens)]
+        return sum(new * (prompt + new // 2) for prompt, new in pairs) // sum(self.max_tokens)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -96,19 +103,13 @@ class Peer:
 
     def peak_memory(self) -> tuple[float, float] | None:
         """Peak allocated and peak reserved, 10^9 bytes, since `start`; None where there is no GPU."""
-        return torch_peak_memory()
+        return flex_memory.peak_memory_gb() if torch.cuda.is_available() else None
 
 
-def torch_peak_memory(worker: object = None) -> tuple[float, float] | None:
-    """Of the calling process. `worker` is what vLLM passes to a function that it runs in its engine's process."""
-    if not torch.cuda.is_available():
-        return None
-    return flex_memory.peak_memory_gb()
-
-
-def reset_peak_memory() -> None:
+def release_memory() -> None:
+    """What the last workload left goes back to the GPU, and the peaks count anew."""
+    gc.collect()
     if torch.cuda.is_available():
-        gc.collect()
         torch.cuda.empty_cache()
         flex_memory.reset_peak_memory()
 
@@ -122,12 +123,12 @@ class Flex(Peer):
     def __init__(self, args: argparse.Namespace, config: PreTrainedConfig, workloads: Sequence[Workload]):
         super().__init__(args, config, workloads)
         model, _ = load_model(args)
-        self.walker = make_walker(with_adapter(model, args.lora_adapter), args)
+        self.walker = make_walker(with_adapter(model, args), args)
         self.engine: FlexEngine | None = None
 
     def start(self, workload: Workload) -> None:
         self.engine = None  # its pool and graphs go before the next are made
-        reset_peak_memory()
+        release_memory()
         self.engine = FlexEngine(self.walker, None, self._engine_config(workload))
         self.attention, self.fallbacks = self.engine.backend.name, self.engine.fallbacks
 
@@ -146,7 +147,7 @@ class Flex(Peer):
 
 
 def make_walker(model: torch.nn.Module, args: argparse.Namespace) -> Walker:
-    return HFWalker(unwrapped(model)) if args.walker == "hf" else Qwen3Walker(model, lora_mode=args.lora_mode)
+    return HFWalker(unwrapped(model)) if args.walker == "hf" or args.no_merge_lora else Qwen3Walker(model, lora_mode=args.lora_mode)
 
 
 def request_params(args: argparse.Namespace, workload: Workload, max_tokens: int, seed: int) -> SamplingParams:
@@ -157,6 +158,8 @@ def request_params(args: argparse.Namespace, workload: Workload, max_tokens: int
 
 
 # -------------------------------------------------------------------------------------------------------------------- vllm
+
+CPU_MEMORY_SHARE = 0.3  # vLLM's default share of a GPU, 0.92, is also what it wants of a host's memory
 
 
 class Vllm(Peer):
@@ -177,11 +180,12 @@ class Vllm(Peer):
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         from vllm import LLM
 
+        device = "cuda" if torch.cuda.is_available() else "cpu"  # asked without a CUDA context in this process
         options = {
             "model": self._model_path(),
             "skip_tokenizer_init": True,
             "load_format": args.load_format,
-            "dtype": str(resolve_dtype(args.dtype, default_device())).removeprefix("torch."),
+            "dtype": str(resolve_dtype(args.dtype, torch.device(device))).removeprefix("torch."),
             "max_model_len": max(workload.max_seq_len for workload in workloads),
             "max_num_seqs": args.max_batch_size,
             "enable_prefix_caching": args.prefix_caching,
@@ -191,6 +195,8 @@ class Vllm(Peer):
         }
         if args.gpu_memory_utilization is not None:
             options["gpu_memory_utilization"] = args.gpu_memory_utilization
+        elif device == "cpu":
+            options["gpu_memory_utilization"] = CPU_MEMORY_SHARE
         if args.load_in_4bit:
             options["quantization"] = "bitsandbytes"
         self.lora_request = None
@@ -241,7 +247,14 @@ class Vllm(Peer):
         self.llm.reset_prefix_cache()
 
     def peak_memory(self) -> tuple[float, float] | None:
-        return self.llm.collective_rpc(torch_peak_memory)[0]
+        return self.llm.collective_rpc(worker_peak_memory)[0]
+
+
+def worker_peak_memory(worker: object) -> tuple[float, float] | None:
+    """Runs in vLLM's engine process, since its start."""
+    if not torch.cuda.is_available():
+        return None
+    return torch.cuda.max_memory_allocated() / 1e9, torch.cuda.max_memory_reserved() / 1e9
 
 
 def vllm_max_lora_rank(rank: int) -> int:
@@ -259,6 +272,7 @@ class HFNaive(Peer):
 
     def __init__(self, args: argparse.Namespace, config: PreTrainedConfig, workloads: Sequence[Workload]):
         super().__init__(args, config, workloads)
+        self.max_seq_len = max(workload.max_seq_len for workload in workloads)
         self.model = self.load()
         self.attention = self.model.config._attn_implementation
         # What a checkpoint's own file says (penalties, say) must not reach only this backend.
@@ -268,10 +282,10 @@ class HFNaive(Peer):
         model, _ = load_model(self.args)
         if self.args.attn_impl:
             model.set_attn_implementation(self.args.attn_impl)
-        return unwrapped(with_adapter(model, self.args.lora_adapter))
+        return unwrapped(with_adapter(model, self.args))
 
     def start(self, workload: Workload) -> None:
-        reset_peak_memory()
+        release_memory()
 
     def generate(self, workload: Workload, seed: int) -> Generated:
         torch.manual_seed(seed)
@@ -325,7 +339,7 @@ class TransformersPaged(HFNaive):
     def start(self, workload: Workload) -> None:
         args, prompts = self.args, [prompt.token_ids for prompt in workload.prompts]
         self.model.destroy_cached_continuous_batching_manager()
-        reset_peak_memory()
+        release_memory()
         self.batching = PersistentCB(
             self.model,
             sampling_config(args.temperature, args.top_k, args.top_p, args.min_p, workload.n),
@@ -358,10 +372,10 @@ class Unsloth(HFNaive):
         args = self.args
         name = str(embedded_model_path()) if args.model_name == EMBEDDED else args.model_name
         model, _ = FastLanguageModel.from_pretrained(
-            model_name=name, max_seq_length=args.max_seq_len, dtype=resolve_dtype(args.dtype, default_device()),
+            model_name=name, max_seq_length=self.max_seq_len, dtype=resolve_dtype(args.dtype, default_device()),
             load_in_4bit=args.load_in_4bit, fast_inference=False,
         )  # fmt: skip
-        model = with_adapter(model, args.lora_adapter)
+        model = with_adapter(model, args)
         FastLanguageModel.for_inference(model)
         return unwrapped(model)
 
@@ -371,38 +385,9 @@ def unwrapped(model: torch.nn.Module) -> PreTrainedModel:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def with_adapter(model: PreTrainedModel, path: str | None) -> torch.nn.Module:
-    """The model with the adapter's LoRA layers put in, unmerged. Raises ValueError naming a tensor that found no place."""
-    if path is None:
-        return model
-    from peft import PeftConfig, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
-    from peft.utils import load_peft_weights
-
-    config = PeftConfig.from_pretrained(path)
-    config.inference_mode = True
-    peft_model = get_peft_model(model, config).eval()
-    state = normalize_adapter_keys(load_peft_weights(path, device="cpu"), get_peft_model_state_dict(peft_model))
-    set_peft_model_state_dict(peft_model, state)
-    return peft_model
-
-
-def normalize_adapter_keys(state: dict[str, torch.Tensor], expected: Sequence[str] | dict) -> dict[str, torch.Tensor]:
-    """Renames an adapter's tensors to PEFT's names for this model, whatever stands before `layers.` in them.
-
-    Raises ValueError naming a tensor that the model has no place for, or one that the adapter lacks: nothing is dropped.
-    """
-
-    def tail(key: str) -> str:
-        head, found, rest = key.rpartition("layers.")
-        return found + rest if found else key.removeprefix("base_model.model.")
-
-    by_tail = {tail(key): key for key in expected}
-    unplaced = [key for key in state if tail(key) not in by_tail]
-    missing = by_tail.keys() - {tail(key) for key in state}
-    if unplaced or missing:
-        problem = f"{unplaced[0]} has no place in the model" if unplaced else f"{by_tail[min(missing)]} is missing"
-        raise ValueError(f"adapter tensor {problem} ({len(unplaced)} unplaced, {len(missing)} missing)")
-    return {by_tail[tail(key)]: tensor for key, tensor in state.items()}
+def with_adapter(model: PreTrainedModel, args: argparse.Namespace) -> torch.nn.Module:
+    """The model with the adapter's LoRA layers put in, unmerged. Raises ValueError naming a tensor that has no place there."""
+    return load_adapter(model, args.lora_adapter) if args.lora_adapter else model
 
 
 PEERS: dict[str, type[Peer]] = {
