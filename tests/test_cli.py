@@ -616,6 +616,14 @@ def test_byte_tokenizer():
         flex_cli.byte_tokenizer(200, None)
 
 
+def test_stand_in_vocabulary_is_said(tmp_path, capsys):
+    file = tmp_path / "tiny.json"
+    file.write_text(json.dumps({"model_type": "llama", **SMALL}))
+    args = parse("--load_format", "dummy", "--model_name", str(file))
+    flex_cli.load_model(args)
+    assert "bytes stand in" in capsys.readouterr().err and "bytes stand in" in args.fallbacks[0]
+
+
 @pytest.mark.gpu
 def test_dummy_weights_are_made_on_the_gpu():
     device = torch.device("cuda", 0)

@@ -106,7 +106,7 @@ def add_common_arguments(parser: argparse.ArgumentParser, default_model: str) ->
 
 
 def add_model_arguments(parser: argparse.ArgumentParser, default_model: str) -> None:
-    parser.set_defaults(default_model=default_model)
+    parser.set_defaults(default_model=default_model, fallbacks=())
     group = parser.add_argument_group("model")
     group.add_argument(
         "--model_name",
@@ -330,7 +330,11 @@ def load_model(args: argparse.Namespace) -> tuple[PreTrainedModel, PreTrainedTok
     dtype = resolve_dtype(args.dtype, device)
     if args.load_format == "dummy":
         config = find_config(args.model_name)
-        return dummy_model(config, dtype, device, args.seed), dummy_tokenizer(config)
+        tokenizer = dummy_tokenizer(config)
+        if not isinstance(tokenizer, Qwen2Tokenizer):
+            args.fallbacks += (f"no vocabulary of {config.model_type} at hand: bytes stand in for it, so prompts are longer",)
+            note(f"warning: {args.fallbacks[-1]}")
+        return dummy_model(config, dtype, device, args.seed), tokenizer
     if args.model_name == EMBEDDED:
         try:
             return load_embedded_model(dtype, device)
@@ -672,8 +676,11 @@ def run_benchmark(engine: FlexEngine, prompts: list[Prompt], args: argparse.Name
     if not runnable:
         fail("no prompt can be run")
 
-    config = {key: value for key, value in vars(args).items() if key != "default_model"} | dataclasses.asdict(engine.config)
+    config = {key: value for key, value in vars(args).items() if key not in ("default_model", "fallbacks")} | dataclasses.asdict(
+        engine.config
+    )
     stats = RunStats(backend, args.model_name, device_name(engine.device), library_versions(), config)
+    stats.fallbacks = list(args.fallbacks)
     stats.invalid_prompts = {str(index): reason for index, reason in invalid.items()}
     prepared = engine.stats()
     inputs = [prompts[index].token_ids for index in runnable]
@@ -734,7 +741,7 @@ def add_engine_stats(stats: RunStats, totals: EngineStats, prepared: EngineStats
     stats.compile_seconds, stats.capture_seconds = totals.compile_seconds, totals.capture_seconds
     stats.capture_seconds_per_bucket = {str(bucket): s for bucket, s in totals.capture_seconds_per_bucket.items()}
     stats.graph_memory_gb, stats.pages_total = totals.graph_memory_gb, totals.total_pages
-    stats.fallbacks = list(totals.fallbacks)
+    stats.fallbacks += totals.fallbacks
     late = totals.compile_seconds + totals.capture_seconds - prepared.compile_seconds - prepared.capture_seconds
     if late > 0:
         stats.fallbacks.append(f"{late:.1f} s of compiling and capturing fell into the measured rounds")
