@@ -84,6 +84,12 @@ def test_head_dim_is_not_hidden_over_heads(walker):
     assert specs[0].scale == 32**-0.5
 
 
+@pytest.mark.parametrize("build", WRITTEN.values(), ids=WRITTEN)
+def test_written_specs_are_what_hugging_face_passes_to_its_attention(build):
+    model = build()
+    assert HFWalker(model).specs == Qwen3Walker(model).specs
+
+
 def test_llama3_rope_scaling_matters_here():
     """Dropping it gives other tokens past the original context of 64, so the identity above would notice."""
     prompts = random_prompts(LENGTHS)
