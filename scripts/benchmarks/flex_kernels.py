@@ -997,7 +997,7 @@ def linear_options(T: int, N: int, K: int, gated: bool = False) -> LinearOptions
     tiles = _cdiv(N // 2 if gated else N, block_n)
     # All programs should run at once on Hopper's 132 SMs, and each deserves a few steps of its pipeline.
     split_k = max(1, min(round(160 / tiles), K // 64 // 4, 16))
-    return LinearOptions(block_n=block_n, split_k=split_k)
+    return LinearOptions(block_n=block_n, split_k=split_k, num_warps=8 if T > 64 and not gated else 4)
 
 
 def linear(

@@ -300,6 +300,8 @@ def linear_variants(kind: str, batch: int) -> list[fk.LinearOptions]:
             (128, 64, 8, 4, 4), (128, 64, 6, 4, 5), (64, 64, 4, 4, 6), (64, 64, 6, 4, 4), (64, 128, 4, 4, 4),
             (128, 128, 8, 4, 3), (64, 64, 3, 4, 6), (128, 64, 12, 4, 4), (256, 64, 13, 8, 4),
         ]  # fmt: skip
+    if batch > 64:  # the accumulators of 128 rows x 128 tokens fill the registers of 4 warps
+        tiles = [(n, k, split, 8 if n >= 128 else warps, stages) for n, k, split, warps, stages in tiles]
     if batch > 128:
         tiles = [(n, k, split, 8, min(stages, 3)) for n, k, split, _, stages in tiles[:4] if k == 64]
     return [fk.LinearOptions(*tile) for tile in tiles]
