@@ -203,6 +203,12 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--attention_backend", choices=("auto", "flex", "triton", "sdpa"), default="auto", help="auto: triton, on a CPU sdpa"
     )
+    group.add_argument(
+        "--fa4_prefill",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="prefill through FlashAttention 4 (default: where it is installed, on sm_90 to sm_110)",
+    )
     for phase in ("decode", "prefill"):
         group.add_argument(
             f"--{phase}_kernel_options", type=json_object, metavar="JSON", help=f"of the {phase} attention kernel; JSON or @FILE"
@@ -306,6 +312,7 @@ def engine_config(args: argparse.Namespace, prompts: list[Prompt], model_config:
         attention_backend=args.attention_backend,
         decode_kernel_options=args.decode_kernel_options,
         prefill_kernel_options=args.prefill_kernel_options,
+        fa4_prefill=args.fa4_prefill,
     )
 
 

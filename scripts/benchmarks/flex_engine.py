@@ -44,6 +44,8 @@ from flex_paged_attention import (
     PADDING_SLOT,
     PagedKVCache,
     PrefillBatch,
+    fa4_installed,
+    fa4_prefill_choice,
     ineligible_decodes,
     make_backend,
 )
@@ -198,6 +200,7 @@ class EngineConfig:
     attention_backend: str = "auto"
     decode_kernel_options: dict | None = None
     prefill_kernel_options: dict | None = None
+    fa4_prefill: bool | None = None  # None: where FlashAttention 4 is installed and has kernels for the GPU
 
     def __post_init__(self) -> None:
         for name in ("max_batch_size", "max_seq_len", "prefill_token_budget"):
@@ -322,9 +325,14 @@ class FlexEngine:
             self._fall_back("--capture_cudagraph: there is no CUDA GPU, so the decode step runs without a graph")
         self.use_graphs = on_gpu if capture is None else capture and on_gpu
         steps = self.config.steps_per_look or (16 if on_gpu else 1)
+        capability = torch.cuda.get_device_capability(self.device) if on_gpu else None
+        fa4_prefill, warning = fa4_prefill_choice(self.config.fa4_prefill, capability, fa4_installed())
+        if warning:
+            self._fall_back(warning)
         self.backend = make_backend(
-            self.config.attention_backend, self.device, self.config.decode_kernel_options, self.config.prefill_kernel_options
-        )
+            self.config.attention_backend, self.device, self.config.decode_kernel_options,
+            self.config.prefill_kernel_options, fa4_prefill,
+        )  # fmt: skip
         self.buckets = decode_buckets(self.config.max_batch_size)
         self.cache = PagedKVCache(
             walker.specs, self._num_pages(), self.config.page_size, self.config.max_batch_size,

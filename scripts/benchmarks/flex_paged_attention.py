@@ -17,6 +17,7 @@ page order means nothing, because a page knows its own logical index (`logical_p
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -415,6 +416,36 @@ def _watch_decode_lowering() -> None:
     lowering._use_flex_decoding = watched
 
 
+def fa4_prefill_choice(
+    requested: bool | None, capability: tuple[int, int] | None, installed: bool = True
+) -> tuple[bool, str | None]:
+    """Whether prefill uses flex_attention's FLASH backend (FlashAttention 4), and a warning where that is not what was asked.
+
+    `requested` None is auto: by `capability` (None: no CUDA GPU), if the package is `installed`. The FLASH backend needs FA4's block
+    sparsity, which it has for Hopper and datacenter Blackwell; its sm_80 and sm_120 kernels assert that there is none.
+    """
+    if requested is False:
+        return False, None
+    if capability is None:
+        reason = "there is no CUDA GPU"
+    elif capability[0] not in (9, 10, 11):
+        reason = f"FlashAttention 4 has no block-sparse kernel for sm_{capability[0]}{capability[1]}"
+    elif not installed:
+        reason = "flash-attn-4 is not installed"
+    else:
+        return True, None
+    return False, f"--fa4_prefill: {reason}, so prefill uses flex_attention's own kernel" if requested else None
+
+
+def fa4_installed() -> bool:
+    return importlib.util.find_spec("flash_attn") is not None and importlib.util.find_spec("flash_attn.cute") is not None
+
+
+def fa4_takes(spec: AttentionSpec) -> bool:
+    """Layers that FA4 can run: heads of at most 128; a window or a soft cap would be a captured number."""
+    return spec.head_dim <= 128 and spec.window is None and spec.softcap is None
+
+
 def _softcap_score_mod(softcap: float | None):
     if softcap is None:
         return None
@@ -426,8 +457,8 @@ class FlexAttention(AttentionBackend):
 
     name = "flex"
 
-    def __init__(self, decode_options: dict | None = None, prefill_options: dict | None = None):
-        self.decode_options, self.prefill_options = decode_options, prefill_options
+    def __init__(self, decode_options: dict | None = None, prefill_options: dict | None = None, fa4_prefill: bool = False):
+        self.decode_options, self.prefill_options, self.fa4_prefill = decode_options, prefill_options, fa4_prefill
 
     def padded_prefill_length(self, num_tokens: int) -> int:
         blocks = -(-num_tokens // FLEX_Q_BLOCK)
@@ -440,13 +471,16 @@ class FlexAttention(AttentionBackend):
 
     def prefill(self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, spec: AttentionSpec, mask_for) -> Tensor:
         q, k, v = (x.transpose(0, 1)[None] for x in (q_THD, k_THD, v_THD))
+        options = self.prefill_options
+        if self.fa4_prefill and fa4_takes(spec):
+            options = {"BACKEND": "FLASH", **(options or {})}
         o_1HTD = _compiled_flex(dynamic=q.is_cuda)(
             q, k, v,
             score_mod=_softcap_score_mod(spec.softcap),
             block_mask=mask_for(spec.window),
             scale=spec.scale,
             enable_gqa=spec.num_heads != spec.num_kv_heads,
-            kernel_options=self.prefill_options,
+            kernel_options=options,
         )  # fmt: skip
         return o_1HTD[0].transpose(0, 1)
 
@@ -526,10 +560,11 @@ def document_block_mask(cache: PagedKVCache, batch: PrefillBatch, window: int | 
     starts_T = batch.document_starts()
     partial, full = document_blocks(starts_T, window, block)
     document_start = torch.from_numpy(starts_T).to(device, torch.int32)
-    reach = window if window is not None else len(starts_T)
 
+    # Reads no tensor by key, and without a window captures no number: FA4 takes neither.
     def seen(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-        return (kv <= q) & (kv >= document_start[q]) & (q - kv < reach)
+        in_document = (kv <= q) & (kv >= document_start[q])
+        return in_document if window is None else in_document & (q - kv < window)
 
     def listed(blocks: np.ndarray) -> tuple[Tensor, Tensor]:
         order = np.argsort(~blocks, axis=1, kind="stable").astype(np.int32)
@@ -562,8 +597,8 @@ class TritonAttention(FlexAttention):
 
     name = "triton"
 
-    def __init__(self, decode_options: dict | None = None, prefill_options: dict | None = None):
-        super().__init__(None, prefill_options)
+    def __init__(self, decode_options: dict | None = None, prefill_options: dict | None = None, fa4_prefill: bool = False):
+        super().__init__(None, prefill_options, fa4_prefill)
         self.kernel_options = flex_kernels.DecodeOptions(**decode_options) if decode_options else None
 
     def plan(self, cache: PagedKVCache, batch: PrefillBatch | DecodeBatch):
@@ -588,7 +623,11 @@ class TritonAttention(FlexAttention):
 
 
 def make_backend(
-    name: str, device: torch.device, decode_options: dict | None = None, prefill_options: dict | None = None
+    name: str,
+    device: torch.device,
+    decode_options: dict | None = None,
+    prefill_options: dict | None = None,
+    fa4_prefill: bool = False,
 ) -> AttentionBackend:
     """`auto` is the measured choice: triton on a GPU (results/flex_vs_vllm.md), sdpa on a CPU (README)."""
     on_gpu = torch.device(device).type == "cuda"
@@ -597,9 +636,9 @@ def make_backend(
     if name == "sdpa":
         return SdpaAttention()
     if name == "flex":
-        return FlexAttention(decode_options, prefill_options)
+        return FlexAttention(decode_options, prefill_options, fa4_prefill)
     if name == "triton":
         if not on_gpu:
             raise ValueError("--attention_backend triton needs a CUDA GPU; on a CPU use sdpa or flex")
-        return TritonAttention(decode_options, prefill_options)
+        return TritonAttention(decode_options, prefill_options, fa4_prefill)
     raise ValueError(f"unknown attention backend {name!r}: auto, flex, triton or sdpa")
