@@ -6,12 +6,14 @@ A weight is code value * scale in fp32, rounded to the dtype that the model was 
 as other weights are (flex_weights); the scales are expanded to fp32 once, because the base is frozen.
 
 The kernels and their references have the same signatures, as in flex_kernels.py. Shape suffixes: T tokens, K input features,
-N output features, G blocks of 64.
+N output features, G blocks of 64 input features, W words of 8 codes.
 """
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -19,12 +21,20 @@ from torch import Tensor, nn
 
 from flex_weights import Product, SharedWeights
 
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # no Triton wheel for this platform: the references run instead
+    triton = tl = None
+
 # The 16 values of NF4 (QLoRA, https://arxiv.org/abs/2305.14314, appendix E), as bitsandbytes rounds them.
 NF4_VALUES = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
+BLOCK = 64  # codes that share a scale
+MAX_TILES = 8192  # of one product's split sums
 MAX_FUSED_ROWS = 256  # more rows are bound by arithmetic: dequantize once, then cuBLAS
 
 
@@ -60,13 +70,23 @@ def keep_storage_layout(model: nn.Module) -> None:
             state.absmax = state.absmax.T.float().flatten()  # the inverse leaves them transposed
 
 
-def expanded_absmax(state) -> Tensor:
-    """The scale of each block, fp32, of a bitsandbytes QuantState."""
-    if not state.nested:
-        return state.absmax.float().flatten()
-    inner = state.state2
-    scales = inner.absmax.float().repeat_interleave(inner.blocksize)[: state.absmax.numel()]
-    return inner.code.float()[state.absmax.flatten().long()] * scales + state.offset.float()
+def block_scales(state) -> Tensor:
+    """The scale of each block of 64 codes, fp32 `[N, G]`, of a bitsandbytes QuantState whose blocks do not cross rows."""
+    absmax = state.absmax.flatten()
+    if state.nested:
+        inner = state.state2
+        scales = inner.absmax.float().repeat_interleave(inner.blocksize)[: absmax.numel()]
+        absmax = inner.code.float()[absmax.long()] * scales + state.offset.float()
+    return absmax.float().repeat_interleave(state.blocksize // BLOCK).view(state.shape[0], -1)
+
+
+def refuse_other_formats(name: str, state) -> None:
+    columns = state.shape[1]
+    if state.quant_type != "nf4" or state.blocksize % BLOCK or columns % state.blocksize:
+        raise ValueError(
+            f"{name} is {state.quant_type} in blocks of {state.blocksize} over rows of {columns}; the rollout engine takes nf4 "
+            "in blocks of a multiple of 64 that divides the row"
+        )
 
 
 def float_weight(module: nn.Module) -> Tensor:
@@ -74,63 +94,294 @@ def float_weight(module: nn.Module) -> Tensor:
     if not is_4bit(module):
         return module.weight.data
     state = module.weight.quant_state
-    codes = module.weight.data.view(torch.uint8).view(state.shape[0], -1)
-    return nf4_dequantize(codes, expanded_absmax(state), state.blocksize, state.dtype)
+    codes = module.weight.data.view(torch.uint8).view(state.shape[0], -1).view(torch.int32)
+    return nf4_dequantize(codes, block_scales(state).T.contiguous(), state.dtype)
 
 
 class NF4Projection(Product):
     """y = x Wᵀ + b over packed NF4 weights: fused for the few rows of a decode step, dequantized for a prefill."""
 
-    def __init__(self, codes: Tensor, absmax: Tensor, blocksize: int, weight_dtype: torch.dtype, bias: Tensor | None):
-        self.codes, self.absmax, self.blocksize, self.weight_dtype, self.bias = codes, absmax, blocksize, weight_dtype, bias
+    def __init__(self, codes_NW: Tensor, scales_GN: Tensor, weight_dtype: torch.dtype, bias: Tensor | None):
+        self.codes_NW, self.scales_GN, self.weight_dtype, self.bias = codes_NW, scales_GN, weight_dtype, bias
 
     @classmethod
     def of(cls, weights: SharedWeights, linears: Sequence[nn.Module], bias: Tensor | None = None) -> NF4Projection:
-        """`bias` is packed already, or the linears' own. Raises ValueError naming the weight that is quantized otherwise."""
+        """`bias` is packed already, or the linears' own. Raises ValueError naming a weight in another 4-bit format."""
         states = [linear.weight.quant_state for linear in linears]
         for linear, state in zip(linears, states):
-            rows, columns = state.shape
-            if state.quant_type != "nf4" or rows * columns % state.blocksize or state.blocksize != states[0].blocksize:
-                raise ValueError(
-                    f"{weights.name_of(linear.weight)}: {state.quant_type} in blocks of {state.blocksize} over {rows} x {columns}; "
-                    "the rollout engine takes nf4, in whole blocks"
-                )
+            refuse_other_formats(weights.name_of(linear.weight), state)
         sizes = [state.shape.numel() // 2 for state in states]
         codes = torch.empty(sum(sizes), dtype=torch.uint8, device=weights.device)
         for linear, room in zip(linears, codes.split(sizes)):
             weights.place(linear.weight, room.view(linear.weight.dtype).view(linear.weight.shape))
-        absmax = torch.cat([expanded_absmax(state) for state in states])
-        own_bias = weights.pack_bias(linears) if bias is None else bias
-        return cls(codes.view(-1, states[0].shape[1] // 2), absmax, states[0].blocksize, states[0].dtype, own_bias)
+        scales_GN = torch.cat([block_scales(state) for state in states]).T.contiguous()
+        codes_NW = codes.view(scales_GN.shape[1], -1).view(torch.int32)
+        return cls(codes_NW, scales_GN, states[0].dtype, weights.pack_bias(linears) if bias is None else bias)
 
     def __call__(self, x_TK: Tensor) -> Tensor:
-        if x_TK.shape[0] <= MAX_FUSED_ROWS and x_TK.is_cuda:
-            return nf4_matmul(x_TK, self.codes, self.absmax, self.blocksize, self.weight_dtype, self.bias)
-        weight = nf4_dequantize(self.codes, self.absmax, self.blocksize, self.weight_dtype)
-        return F.linear(x_TK, weight.to(x_TK.dtype), self.bias)
+        if len(x_TK) <= MAX_FUSED_ROWS and _use_triton(x_TK) and x_TK.dtype in (torch.bfloat16, torch.float16):
+            return nf4_linear(x_TK, self.codes_NW, self.scales_GN, self.bias)
+        weight_NK = nf4_dequantize(self.codes_NW, self.scales_GN, self.weight_dtype)
+        return F.linear(x_TK, weight_NK.to(x_TK.dtype), self.bias)
 
 
-# ----------------------------------------------------------------------------------------------------------------- dequantize
+# -------------------------------------------------------------------------------------------------------------------- kernels
 
 
-def nf4_dequantize(codes: Tensor, absmax: Tensor, blocksize: int, dtype: torch.dtype) -> Tensor:
-    """`[N, K / 2]` uint8 and fp32 `[N * K / blocksize]` to `[N, K]`: code value * scale in fp32, rounded to `dtype`."""
-    return nf4_dequantize_reference(codes, absmax, blocksize, dtype)
+def _jit(fn):
+    return triton.jit(fn) if triton is not None else fn
 
 
-def nf4_dequantize_reference(codes: Tensor, absmax: Tensor, blocksize: int, dtype: torch.dtype) -> Tensor:
-    values = torch.tensor(NF4_VALUES, device=codes.device)
-    nibbles = torch.stack([codes >> 4, codes & 15], dim=-1).int()
-    return (values[nibbles].view(-1, blocksize) * absmax[:, None]).to(dtype).view(codes.shape[0], -1)
+def _use_triton(x: Tensor) -> bool:
+    return x.is_cuda and triton is not None
 
 
-def nf4_matmul(
-    x_TK: Tensor, codes: Tensor, absmax: Tensor, blocksize: int, weight_dtype: torch.dtype, bias: Tensor | None = None
+def nf4_dequantize(codes_NW: Tensor, scales_GN: Tensor, dtype: torch.dtype) -> Tensor:
+    """int32 words of 8 codes `[N, K / 8]` and fp32 scales `[K / 64, N]` -> `[N, K]`, value * scale in fp32, rounded to `dtype`."""
+    fits = _use_triton(codes_NW) and dtype in (torch.bfloat16, torch.float16)
+    return (nf4_dequantize_triton if fits else nf4_dequantize_reference)(codes_NW, scales_GN, dtype)
+
+
+def nf4_dequantize_reference(codes_NW: Tensor, scales_GN: Tensor, dtype: torch.dtype) -> Tensor:
+    bytes_ = codes_NW.view(torch.uint8)
+    codes_NK = torch.stack([bytes_ >> 4, bytes_ & 15], dim=-1).flatten(1).int()
+    values_NGB = torch.tensor(NF4_VALUES, device=codes_NW.device)[codes_NK].unflatten(1, (-1, BLOCK))
+    return (values_NGB * scales_GN.T[:, :, None]).to(dtype).flatten(1)
+
+
+@dataclass(frozen=True)
+class NF4Options:
+    """Tiles of the fused product."""
+
+    block_n: int = 128  # weight rows per program
+    split_k: int = 1  # programs that share the sum over K of one tile
+    num_warps: int = 4
+    num_stages: int = 4  # code tiles in flight per program
+
+
+def nf4_options(T: int, N: int, K: int) -> NF4Options:
+    """Tiles for T rows: enough programs for 132 SMs, long enough sums that filling the pipeline does not count."""
+    block_n = 128 if N > 8192 else 64
+    split_k = max(1, min(round(264 / -(-N // block_n)), K // BLOCK // 8, 4))
+    return NF4Options(block_n, split_k, num_warps=4 if T <= 64 else 8)
+
+
+def nf4_linear(
+    x_TK: Tensor, codes_NW: Tensor, scales_GN: Tensor, bias_N: Tensor | None = None, options: NF4Options | None = None
 ) -> Tensor:
-    return nf4_matmul_reference(x_TK, codes, absmax, blocksize, weight_dtype, bias)
+    """`x @ W.T (+ bias)` -> `[T, N]` for 16-bit x, with W's values rounded to x's dtype; sums in fp32, rounded once."""
+    if _use_triton(x_TK):
+        return nf4_linear_triton(x_TK, codes_NW, scales_GN, bias_N, options)
+    return nf4_linear_reference(x_TK, codes_NW, scales_GN, bias_N)
 
 
-def nf4_matmul_reference(
-    x_TK: Tensor, codes: Tensor, absmax: Tensor, blocksize: int, weight_dtype: torch.dtype, bias: Tensor | None = None
+def nf4_linear_reference(x_TK: Tensor, codes_NW: Tensor, scales_GN: Tensor, bias_N: Tensor | None = None) -> Tensor:
+    return F.linear(x_TK, nf4_dequantize_reference(codes_NW, scales_GN, x_TK.dtype), bias_N)
+
+
+# How a code becomes a number costs more than reading it, so it is done without arithmetic. A block of 64 has 16 possible
+# weights, value * scale rounded to 16 bits. A thread makes that table once for the part of a block that it holds, as two
+# planes of 16 bytes (low and high), and then looks up four codes at a time with PRMT, which picks four bytes out of eight:
+# twice for the lower and the upper half of a plane, by the low three bits of each code, and once between them by the fourth.
+# That is 2.6 instructions for a weight; comparing and selecting takes about 20.
+
+
+def _hex(value: float) -> str:
+    return f"0f{struct.unpack('<I', struct.pack('<f', value))[0]:08X}"
+
+
+def table_asm(dtype: str) -> str:
+    """PTX from a scale ($8) to the block's 16 weights: low bytes in $0 to $3, high bytes in $4 to $7."""
+    lines = [".reg .f32 a, b;", ".reg .b32 p, q;"]
+    for word in range(4):
+        for pair, first in (("p", 4 * word), ("q", 4 * word + 2)):
+            lines += [f"mul.rn.f32 {name}, $8, {_hex(NF4_VALUES[i])};" for name, i in (("a", first), ("b", first + 1))]
+            lines.append(f"cvt.rn.{dtype}x2.f32 {pair}, b, a;")
+        lines += [f"prmt.b32 ${word}, p, q, 0x6420;", f"prmt.b32 ${4 + word}, p, q, 0x7531;"]
+    return "{\n" + "\n".join(lines) + "\n}"
+
+
+def lookup_asm() -> str:
+    """PTX from a word of 8 codes ($4) and a table ($5 to $12) to 8 weights, two in each of $0 to $3, in their order."""
+    lines = [
+        ".reg .b32 index, upper, low, high, m, n;",
+        "and.b32 index, $4, 0x77777777;",
+        "shr.b32 upper, $4, 1;",
+        "lop3.b32 upper, upper, 0x44444444, 0x32103210, 0xea;",  # (a & b) | c: byte i of the lower half, or of the upper
+    ]
+    for half in (0, 1):
+        if half:
+            lines += ["shr.b32 index, index, 16;", "shr.b32 upper, upper, 16;"]
+        for plane, first in (("low", 5), ("high", 9)):
+            lines += [
+                f"prmt.b32 m, ${first}, ${first + 1}, index;",
+                f"prmt.b32 n, ${first + 2}, ${first + 3}, index;",
+                f"prmt.b32 {plane}, m, n, upper;",
+            ]
+        # The first code of a byte is its high half.
+        lines += [f"prmt.b32 ${2 * half}, low, high, 0x4051;", f"prmt.b32 ${2 * half + 1}, low, high, 0x6273;"]
+    return "{\n" + "\n".join(lines) + "\n}"
+
+
+if triton is not None:
+    _TABLE_BF16, _TABLE_FP16 = tl.constexpr(table_asm("bf16")), tl.constexpr(table_asm("f16"))
+    _LOOKUP = tl.constexpr(lookup_asm())
+    _VALUES = tl.constexpr(NF4_VALUES)
+    _EIGHT, _FOUR = tl.constexpr((tl.int32,) * 8), tl.constexpr((tl.int32,) * 4)
+
+
+@_jit
+def _lookup(codes, scales, DTYPE: tl.constexpr):
+    """Words of 8 codes `[N, W]` and scales `[N]` of one block -> four words of two weights each."""
+    if DTYPE == tl.bfloat16:
+        table_asm: tl.constexpr = _TABLE_BF16
+    else:
+        table_asm: tl.constexpr = _TABLE_FP16
+    l0, l1, l2, l3, h0, h1, h2, h3 = tl.inline_asm_elementwise(
+        table_asm, "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,f", [scales[:, None]], dtype=_EIGHT, is_pure=True, pack=1
+    )
+    return tl.inline_asm_elementwise(
+        _LOOKUP, "=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r", [codes, l0, l1, l2, l3, h0, h1, h2, h3], dtype=_FOUR, is_pure=True, pack=1
+    )
+
+
+@_jit
+def _bits(codes, scales, DTYPE: tl.constexpr):
+    value = tl.full(codes.shape, 0.0, tl.float32)
+    for i in tl.static_range(16):
+        value = tl.where(codes == i, _VALUES[i], value)
+    return (value * scales[:, None]).to(DTYPE).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+
+
+@_jit
+def _lookup_plain(codes, scales, DTYPE: tl.constexpr):
+    """What `_lookup` computes, for Triton's interpreter, which runs no PTX."""
+    w0 = _bits((codes >> 4) & 15, scales, DTYPE) | (_bits(codes & 15, scales, DTYPE) << 16)
+    w1 = _bits((codes >> 12) & 15, scales, DTYPE) | (_bits((codes >> 8) & 15, scales, DTYPE) << 16)
+    w2 = _bits((codes >> 20) & 15, scales, DTYPE) | (_bits((codes >> 16) & 15, scales, DTYPE) << 16)
+    w3 = _bits((codes >> 28) & 15, scales, DTYPE) | (_bits((codes >> 24) & 15, scales, DTYPE) << 16)
+    return w0, w1, w2, w3
+
+
+@_jit
+def _weights(codes, scales, DTYPE: tl.constexpr, PTX: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+    """`[BLOCK_N, BLOCK_K]` weights of one block of scales. The joins move nothing: each thread's weights are neighbours."""
+    if PTX:
+        w0, w1, w2, w3 = _lookup(codes, scales, DTYPE)
+    else:
+        w0, w1, w2, w3 = _lookup_plain(codes, scales, DTYPE)
+    words = tl.join(tl.join(w0, w1), tl.join(w2, w3)).permute(0, 1, 3, 2).reshape(BLOCK_N, BLOCK_K // 2)
+    first, second = words.to(tl.int16).to(DTYPE, bitcast=True), (words >> 16).to(tl.int16).to(DTYPE, bitcast=True)
+    return tl.join(first, second).reshape(BLOCK_N, BLOCK_K)
+
+
+@_jit
+def _nf4_linear_kernel(
+    x_ptr, codes_ptr, scales_ptr, bias_ptr, y_ptr, partial_ptr, arrivals_ptr, T, x_stride,
+    N: tl.constexpr, K: tl.constexpr, HAS_BIAS: tl.constexpr, PTX: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, SPLIT_K: tl.constexpr, NUM_STAGES: tl.constexpr,
+):
+    """y^T = W x^T: weight rows lie along the tensor core's 64-row side, the few tokens along its narrow one.
+
+    The last program of a tile to finish adds up its splits, in order, so that the same input gives the same bits.
+    """
+    BLOCK_K: tl.constexpr = 64
+    dtype = x_ptr.dtype.element_ty
+    tile_n, split, tile_t = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    t = tile_t * BLOCK_T + tl.arange(0, BLOCK_T)
+    k, w = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_K // 8)
+    steps: tl.constexpr = K // BLOCK_K
+    x_ptrs = x_ptr + t[None, :] * x_stride + k[:, None]
+    codes_ptrs = codes_ptr + n.to(tl.int64)[:, None] * (K // 8) + w[None, :]
+    acc = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
+    for step in tl.range(split * steps // SPLIT_K, (split + 1) * steps // SPLIT_K, num_stages=NUM_STAGES):
+        x = tl.load(x_ptrs + step * BLOCK_K, mask=(t < T)[None, :], other=0.0)
+        if N % BLOCK_N == 0:
+            codes = tl.load(codes_ptrs + step * (BLOCK_K // 8), eviction_policy="evict_first")
+            scales = tl.load(scales_ptr + step * N + n)
+        else:
+            codes = tl.load(codes_ptrs + step * (BLOCK_K // 8), mask=(n < N)[:, None], other=0, eviction_policy="evict_first")
+            scales = tl.load(scales_ptr + step * N + n, mask=n < N, other=0.0)
+        acc = tl.dot(_weights(codes, scales, dtype, PTX, BLOCK_N, BLOCK_K), x, acc)
+
+    mask = (n < N)[:, None] & (t < T)[None, :]
+    y_ptrs = y_ptr + t[None, :].to(tl.int64) * N + n[:, None]
+    bias = tl.zeros((BLOCK_N,), tl.float32)
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)
+    if SPLIT_K == 1:
+        tl.store(y_ptrs, (acc + bias[:, None]).to(dtype), mask=mask)
+    else:
+        tile = tile_t * tl.num_programs(0) + tile_n
+        offsets = tl.arange(0, BLOCK_N)[:, None] * BLOCK_T + tl.arange(0, BLOCK_T)[None, :]
+        partial_ptrs = partial_ptr + tile.to(tl.int64) * (SPLIT_K * BLOCK_N * BLOCK_T) + offsets
+        tl.store(partial_ptrs + split * (BLOCK_N * BLOCK_T), acc)
+        tl.debug_barrier()  # all of the program's partial sums are out before it counts itself
+        if tl.atomic_add(arrivals_ptr + tile, 1, sem="acq_rel") == SPLIT_K - 1:
+            tl.store(arrivals_ptr + tile, 0)
+            total = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
+            for i in tl.range(0, SPLIT_K):
+                total += tl.load(partial_ptrs + i * (BLOCK_N * BLOCK_T), cache_modifier=".cg")
+            tl.store(y_ptrs, (total + bias[:, None]).to(dtype), mask=mask)
+
+
+@_jit
+def _nf4_dequantize_kernel(
+    codes_ptr, scales_ptr, out_ptr, N, K, PTX: tl.constexpr, BLOCK_N: tl.constexpr, BLOCKS: tl.constexpr
+):
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    rows = n.to(tl.int64)[:, None]
+    for block in range(tl.program_id(1) * BLOCKS, tl.minimum((tl.program_id(1) + 1) * BLOCKS, K // 64)):
+        codes = tl.load(codes_ptr + rows * (K // 8) + block * 8 + tl.arange(0, 8)[None, :], mask=(n < N)[:, None], other=0)
+        scales = tl.load(scales_ptr + block * N + n, mask=n < N, other=0.0)
+        weights = _weights(codes, scales, out_ptr.dtype.element_ty, PTX, BLOCK_N, 64)
+        tl.store(out_ptr + rows * K + block * 64 + tl.arange(0, 64)[None, :], weights, mask=(n < N)[:, None])
+
+
+def nf4_dequantize_triton(codes_NW: Tensor, scales_GN: Tensor, dtype: torch.dtype) -> Tensor:
+    (G, N), K = scales_GN.shape, codes_NW.shape[1] * 8
+    assert codes_NW.is_contiguous() and scales_GN.is_contiguous() and codes_NW.shape[0] == N and K == G * BLOCK
+    out_NK = torch.empty((N, K), dtype=dtype, device=codes_NW.device)
+    block_n, blocks = 64, 8
+    _nf4_dequantize_kernel[-(-N // block_n), -(-G // blocks)](
+        codes_NW, scales_GN, out_NK, N, K, PTX=codes_NW.is_cuda, BLOCK_N=block_n, BLOCKS=blocks, num_warps=4
+    )
+    return out_NK
+
+
+_arrivals: dict[torch.device, Tensor] = {}
+
+
+def _tile_arrivals(device: torch.device) -> Tensor:
+    """Counters of finished splits: zero between launches, shared by all products of a device (one stream at a time)."""
+    if device not in _arrivals:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("NF4 product: run the step once before capturing it, so that its counters exist")
+        _arrivals[device] = torch.zeros(MAX_TILES, dtype=torch.int32, device=device)
+    return _arrivals[device]
+
+
+def nf4_linear_triton(
+    x_TK: Tensor, codes_NW: Tensor, scales_GN: Tensor, bias_N: Tensor | None = None, options: NF4Options | None = None
 ) -> Tensor:
-    return F.linear(x_TK, nf4_dequantize_reference(codes, absmax, blocksize, weight_dtype).to(x_TK.dtype), bias)
+    (T, K), (G, N) = x_TK.shape, scales_GN.shape
+    assert x_TK.stride(1) == 1 and codes_NW.is_contiguous() and scales_GN.is_contiguous()
+    assert codes_NW.shape == (N, K // 8) and K == G * BLOCK
+    y_TN = torch.empty((T, N), dtype=x_TK.dtype, device=x_TK.device)
+    if not T:
+        return y_TN
+    options = options or nf4_options(T, N, K)
+    block_t = min(max(16, 1 << (T - 1).bit_length()), 128)
+    grid = (-(-N // options.block_n), options.split_k, -(-T // block_t))
+    partial = arrivals = None
+    if options.split_k > 1:
+        assert grid[0] * grid[2] <= MAX_TILES
+        size = grid[0] * grid[1] * grid[2] * options.block_n * block_t
+        partial, arrivals = torch.empty(size, dtype=torch.float32, device=x_TK.device), _tile_arrivals(x_TK.device)
+    _nf4_linear_kernel[grid](
+        x_TK, codes_NW, scales_GN, bias_N, y_TN, partial, arrivals, T, x_TK.stride(0),
+        N=N, K=K, HAS_BIAS=bias_N is not None, PTX=x_TK.is_cuda, BLOCK_N=options.block_n, BLOCK_T=block_t,
+        SPLIT_K=options.split_k, NUM_STAGES=options.num_stages, num_warps=options.num_warps,
+    )  # fmt: skip
+    return y_TN
