@@ -119,6 +119,14 @@ def test_default_model_without_a_gpu(monkeypatch, capsys):
     assert args.model_name == "unsloth/Qwen3-4B-Base"
 
 
+@pytest.mark.parametrize(("argv", "expected"), [((), 0.2), (("--model_name", "some/model"), 1.0), (("--temperature", "0"), 0.0)])
+def test_default_temperature(argv, expected, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    args = parse(*argv)
+    flex_cli.resolve_model_name(args)
+    assert args.temperature == expected
+
+
 def test_default_model_with_a_gpu(monkeypatch, capsys):
     args = parse()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -130,7 +138,7 @@ def test_help_is_grouped_and_shows_defaults():
     text = flex_cli.build_parser("A script.", default_model="unsloth/Qwen3-4B-Base").format_help()
     for group in ("model:", "prompts:", "sampling:", "engine:", "run:"):
         assert f"\n{group}\n" in text
-    assert "default: None" not in text and "default: 1.0" in text and "unsloth/Qwen3-4B-Base" in text
+    assert "default: None" not in text and "off (default: 1.0)" in text and "unsloth/Qwen3-4B-Base" in text
 
 
 # -------------------------------------------------------------------------------------------------------------------- prompts
@@ -297,6 +305,7 @@ class FakeEngine:
 def benchmark_args(tmp_path: Path, *argv: str):
     args = parse("--stats_path", str(tmp_path / "new" / "stats.json"), "--n_rounds", "3", *argv)
     args.model_name = "some/model"
+    flex_cli.resolve_model_name(args)
     return args
 
 

@@ -60,7 +60,7 @@ from flex_memory import peak_memory_gb
 from flex_profile import copy_bandwidth, decode_step_bytes, format_profile, plot_profile, profile_decode_step
 from prompts import WORD_PROBLEMS, Prompt, RawPrompt, choose_template, parse_answer, read_prompts_file, render
 
-EMBEDDED = "embedded"
+EMBEDDED, EMBEDDED_TEMPERATURE = "embedded", 0.2
 MODEL_CONFIGS = Path(__file__).parent / "model_configs"
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 MAX_DEFAULT_BATCH = 256
@@ -143,8 +143,9 @@ def add_prompt_arguments(parser: argparse.ArgumentParser) -> None:
 def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
     on_gpu = torch.cuda.is_available()
     group = parser.add_argument_group("sampling")
+    temperature_help = f"0 is greedy (default: 1, as GRPO samples; {EMBEDDED} {EMBEDDED_TEMPERATURE}, as its authors advise)"
     group.add_argument("--max_new_tokens", metavar="N", type=integer(1), default=512 if on_gpu else 128, help="per completion")
-    group.add_argument("--temperature", metavar="X", type=number(0, math.inf), default=1.0, help="0 is greedy")
+    group.add_argument("--temperature", metavar="X", type=number(0, math.inf), help=temperature_help)
     group.add_argument("--top_k", metavar="X", type=top_k, default=0, help="0, -1 and None are off")
     group.add_argument("--top_p", metavar="X", type=number(0, 1, open_low=True), default=1.0, help="1 is off")
     group.add_argument("--min_p", metavar="X", type=number(0, 1), default=0.0, help="0 is off")
@@ -272,12 +273,15 @@ def json_object(text: str) -> dict:
 
 
 def resolve_model_name(args: argparse.Namespace) -> None:
-    """Without --model_name: the script's default, or the embedded model where a hub model would run on a CPU."""
+    """Without --model_name: the script's default, or the embedded model where a hub model would run on a CPU. The temperature
+    follows: at 1 a model as small as the embedded one does not make sense."""
     if args.model_name is None:
         args.model_name = args.default_model
         if args.load_format == "auto" and not torch.cuda.is_available():
             note(f"No CUDA GPU: using the embedded model, SmolLM2-135M-Instruct, instead of {args.default_model}.")
             args.model_name = EMBEDDED
+    if "temperature" in args and args.temperature is None:
+        args.temperature = EMBEDDED_TEMPERATURE if args.model_name == EMBEDDED else 1.0
 
 
 def sampling_params(args: argparse.Namespace, round_index: int = 0) -> SamplingParams:
