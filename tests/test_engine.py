@@ -10,6 +10,7 @@ import torch
 from transformers import GenerationConfig
 
 import tiny_models
+from flex_kernels import SlotColumn, advance_rows
 from flex_engine import (
     DecodeState,
     EngineConfig,
@@ -547,15 +548,15 @@ def test_rows_that_have_ended_stand_still():
     """Row 0 goes on, row 1 hits a stop id, row 2 its last position, row 3 NaN, row 4 had ended: only row 0 moves."""
     state = DecodeState(5, max_steps=2, device=torch.device("cpu"))
     rows = torch.tensor([1, 2, 3, 4, 0])
-    state.ints[1:5, state.POSITION] = torch.tensor([10, 20, 30, 40])
-    state.ints[1:5, state.LAST_POSITION] = torch.tensor([99, 99, 30, 99])
-    state.ints[1:5, state.FIRST_STOP :] = -1
-    state.ints[2, state.FIRST_STOP] = 6
+    state.ints[1:5, SlotColumn.POSITION] = torch.tensor([10, 20, 30, 40])
+    state.ints[1:5, SlotColumn.LAST_POSITION] = torch.tensor([99, 99, 30, 99])
+    state.ints[1:5, SlotColumn.FIRST_STOP :] = -1
+    state.ints[2, SlotColumn.FIRST_STOP] = 6
     tokens = torch.tensor([5, 6, 7, -1, 8])
-    state.advance(rows, state.ints[rows], tokens, torch.zeros(2, 5))
-    assert state.ring_tokens[0].tolist() == [5, 6, 7, -1, DecodeState.NO_TOKEN]
-    assert state.ints[1:5, state.POSITION].tolist() == [11, 20, 30, 40]
-    assert state.ints[:5, state.ENDED].tolist() == [1, 0, 1, 1, 1]
-    assert state.ints[0, state.POSITION] == 0
-    state.advance(rows, state.ints[rows], tokens, torch.zeros(2, 5))
-    assert state.ring_tokens[1].tolist() == [5, *[DecodeState.NO_TOKEN] * 4]
+    advance_rows(rows, state.ints, state.step, state.ring_tokens, state.ring_logprobs, tokens, *torch.zeros(2, 5))
+    assert state.ring_tokens[0].tolist() == [5, 6, 7, -1, SlotColumn.NO_TOKEN]
+    assert state.ints[1:5, SlotColumn.POSITION].tolist() == [11, 20, 30, 40]
+    assert state.ints[:5, SlotColumn.ENDED].tolist() == [1, 0, 1, 1, 1]
+    assert state.ints[0, SlotColumn.POSITION] == 0
+    advance_rows(rows, state.ints, state.step, state.ring_tokens, state.ring_logprobs, tokens, *torch.zeros(2, 5))
+    assert state.ring_tokens[1].tolist() == [5, *[SlotColumn.NO_TOKEN] * 4]

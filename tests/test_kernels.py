@@ -6,7 +6,10 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
-import flex_kernels as fk
+import flex_decode_attention
+import flex_kernels
+import flex_linear
+import flex_sampling
 
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
@@ -46,8 +49,8 @@ def assert_close(actual, expected, dtype=None):
 def test_rms_norm(T, C, with_residual, dtype):
     x, weight = randn(T, 2 * C, dtype=dtype)[:, :C], randn(C, dtype=dtype)
     residual = randn(T, C, dtype=dtype, scale=30.0) if with_residual else None
-    y, total = fk.rms_norm_triton(x, weight, 1e-6, residual)
-    expected_y, expected_total = fk.rms_norm_reference(x, weight, 1e-6, residual)
+    y, total = flex_kernels.rms_norm_triton(x, weight, 1e-6, residual)
+    expected_y, expected_total = flex_kernels.rms_norm_reference(x, weight, 1e-6, residual)
     assert_close(total, expected_total)  # the interpreter truncates to bf16
     assert_close(y, expected_y)
 
@@ -58,14 +61,14 @@ def test_rms_norm_reference_is_hugging_face():
     norm = Qwen3RMSNorm(96, eps=1e-5).to(torch.bfloat16)
     norm.weight.data = torch.randn(96).bfloat16()
     x = torch.randn(4, 96).bfloat16()
-    assert torch.equal(fk.rms_norm_reference(x, norm.weight, 1e-5)[0], norm(x))
+    assert torch.equal(flex_kernels.rms_norm_reference(x, norm.weight, 1e-5)[0], norm(x))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("T, I", [(1, 100), (4, 1536), (3, 1025)])
 def test_silu_mul(T, I, dtype):
     gate_up = randn(T, 2 * I, dtype=dtype, scale=4.0)
-    assert_close(fk.silu_mul_triton(gate_up), fk.silu_mul_reference(gate_up))
+    assert_close(flex_kernels.silu_mul_triton(gate_up), flex_kernels.silu_mul_reference(gate_up))
 
 
 # --- qk_norm_rope_store ----------------------------------------------------------------------------------------------
@@ -107,8 +110,8 @@ def test_qk_norm_rope_store(T, H, HKV, D, R, with_norm, packed_kv, dtype):
             packed_kv,
         )
 
-    outputs = run(fk.qk_norm_rope_store_triton, *buffers)
-    expected = run(fk.qk_norm_rope_store_reference, *expected_buffers)
+    outputs = run(flex_kernels.qk_norm_rope_store_triton, *buffers)
+    expected = run(flex_kernels.qk_norm_rope_store_reference, *expected_buffers)
     for actual, wanted in zip(outputs, expected) if packed_kv else [(outputs, expected)]:
         assert actual.is_contiguous() and actual.shape == wanted.shape
         assert_close(actual, wanted)
@@ -131,7 +134,7 @@ def test_qk_norm_rope_reference_is_hugging_face():
     q, k = qkv.view(3, 4, 64)[:, :2], qkv.view(3, 4, 64)[:, 2:3]
     q, k = apply_rotary_pos_emb(norm(q)[None], norm(k)[None], cos[positions][None], sin[positions][None], 2)
     pools = torch.zeros(1, 16, 64), torch.zeros(1, 16, 64)
-    q_ours, k_ours, _ = fk.qk_norm_rope_store_reference(
+    q_ours, k_ours, _ = flex_kernels.qk_norm_rope_store_reference(
         qkv, norm.weight, norm.weight, 1e-6, cos, sin, positions, torch.tensor([1, 2, 3]), *pools, 2, True
     )
     torch.testing.assert_close(q_ours, q[0])
@@ -165,13 +168,13 @@ def paged_case(lengths, H, HKV, D, page_size, dtype, padded=0):
 def check_attention(q, k_pool, v_pool, table, lengths, page_size, window=None, softcap=None, **options):
     scale = q.shape[-1] ** -0.5
     safe_table = table.where(table < 2**30, 0)
-    expected = fk.paged_decode_attention_reference(
+    expected = flex_decode_attention.paged_decode_attention_reference(
         q, k_pool, v_pool, safe_table, lengths, page_size, scale, window, softcap
     )
-    options = fk.DecodeOptions(**({"block_n": 32, "num_stages": 2} | options))
-    plan = fk.decode_attention_plan_triton(lengths, len(k_pool), q.shape[-1], q.dtype, window, options)
+    options = flex_decode_attention.DecodeOptions(**({"block_n": 32, "num_stages": 2} | options))
+    plan = flex_decode_attention.decode_attention_plan_triton(lengths, len(k_pool), q.shape[-1], q.dtype, window, options)
     for _ in range(2):  # a plan serves every layer: the second launch finds the counters at zero again
-        out = fk.paged_decode_attention_triton(
+        out = flex_decode_attention.paged_decode_attention_triton(
             q, k_pool, v_pool, table, lengths, page_size, scale, window, softcap, plan
         )
         assert out.isfinite().all()
@@ -215,7 +218,7 @@ def test_window_counts_keys():
     _, k_pool, v_pool, table, lengths = paged_case([16], 1, 1, 64, 16, torch.float32)
     q = torch.zeros(1, 1, 64, device=DEVICE)
     page = int(table[0, 0]) * 16
-    for op in (fk.paged_decode_attention_triton, fk.paged_decode_attention_reference):
+    for op in (flex_decode_attention.paged_decode_attention_triton, flex_decode_attention.paged_decode_attention_reference):
         out = op(q, k_pool, v_pool, table, lengths, 16, 1.0, window=4)
         torch.testing.assert_close(out[0, 0], v_pool[0, page + 12 : page + 16].mean(0))
 
@@ -228,8 +231,8 @@ def test_paged_decode_attention_softcap():
 def test_decode_plan_covers_every_tile_once(ctas_per_sm, min_tiles):
     lengths = torch.tensor([1, 700, 64, 65, 33, 1, 300], dtype=torch.int32, device=DEVICE)
     for window in (None, 100):
-        options = fk.DecodeOptions(block_n=32, ctas_per_sm=ctas_per_sm, min_tiles=min_tiles)
-        plan = fk.decode_attention_plan_triton(lengths, 2, 64, torch.float32, window, options)
+        options = flex_decode_attention.DecodeOptions(block_n=32, ctas_per_sm=ctas_per_sm, min_tiles=min_tiles)
+        plan = flex_decode_attention.decode_attention_plan_triton(lengths, 2, 64, torch.float32, window, options)
         chunks = [chunk for chunk in plan.chunks_S5.tolist() if chunk[0] >= 0]
         assert chunks == plan.chunks_S5[: len(chunks)].tolist()
         sizes = [end - begin for _, begin, end, _, _ in chunks]
@@ -260,7 +263,7 @@ def test_pool_past_2_31_elements():
     cos, sin = rope_tables(300, D)
     qkv = randn(1, 12 * D, dtype=torch.bfloat16)
     position = torch.tensor([255], device="cuda")
-    q = fk.qk_norm_rope_store_triton(qkv, None, None, 1e-6, cos, sin, position, slots[-1:], k_pool, v_pool, 6)
+    q = flex_kernels.qk_norm_rope_store_triton(qkv, None, None, 1e-6, cos, sin, position, slots[-1:], k_pool, v_pool, 6)
     assert torch.equal(v_pool[:, slots[-1]], qkv.view(12, D)[9:])
     lengths = torch.tensor([256], dtype=torch.int32, device="cuda")
     check_attention(q, k_pool, v_pool, table, lengths, page_size, block_n=64)
@@ -309,8 +312,8 @@ def test_sample_against_reference_and_oracle(dtype):
     args = list(sampling_args(len(FILTERS), temperature, seed=torch.arange(len(FILTERS)) - 3, position=11))
     for column, (name, off) in enumerate({"top_k": 0, "top_p": 1.0, "min_p": 0.0}.items(), start=1):
         args[column] = torch.tensor([f.get(name, off) for f in FILTERS], dtype=args[column].dtype, device=DEVICE)
-    tokens, logprobs, full_logprobs = fk.sample_triton(logits, *args)
-    expected = fk.sample_reference(logits, *args)
+    tokens, logprobs, full_logprobs = flex_sampling.sample_triton(logits, *args)
+    expected = flex_sampling.sample_reference(logits, *args)
     assert torch.equal(tokens, expected[0])
     torch.testing.assert_close(logprobs, expected[1], atol=2e-4, rtol=1e-5)
     torch.testing.assert_close(full_logprobs, expected[2], atol=2e-4, rtol=1e-5)
@@ -326,7 +329,7 @@ def test_sample_against_reference_and_oracle(dtype):
 def test_sample_keeps_ties_at_the_threshold():
     logits = torch.tensor([[2.0, 1.0, 1.0, 1.0, 0.0, -torch.inf]], device=DEVICE)
     four = math.log(math.exp(2) + 3 * math.exp(1))
-    for op in (fk.sample_triton, fk.sample_reference):
+    for op in (flex_sampling.sample_triton, flex_sampling.sample_reference):
         for filters in ({"top_k": 2}, {"top_p": 0.6}, {"min_p": math.exp(-1.0)}):
             for seed in range(6):
                 token, logprob, _ = op(logits, *sampling_args(1, seed=seed, **filters))
@@ -337,7 +340,7 @@ def test_sample_keeps_ties_at_the_threshold():
 def test_sample_greedy():
     logits = randn(3, 9000, dtype=torch.bfloat16)
     logits[0, [17, 5000, 8999]] = 9.0  # equal: the lowest id wins, also across slices
-    for op in (fk.sample_triton, fk.sample_reference):
+    for op in (flex_sampling.sample_triton, flex_sampling.sample_reference):
         tokens, logprobs, full_logprobs = op(logits, *sampling_args(3, temperature=0.0, top_k=5, top_p=0.5))
         assert tokens[0] == 17 and torch.equal(tokens[1:], logits[1:].float().argmax(-1))
         expected = logits.float().log_softmax(-1).gather(1, tokens[:, None])[:, 0]
@@ -349,7 +352,7 @@ def test_sample_reports_broken_rows():
     logits = randn(5, 4100)
     logits[1, 4099], logits[2, 0], logits[3] = torch.nan, torch.inf, -torch.inf
     logits[4, ::2] = -torch.inf
-    for op in (fk.sample_triton, fk.sample_reference):
+    for op in (flex_sampling.sample_triton, flex_sampling.sample_reference):
         for filters in ({}, {"top_k": 5, "top_p": 0.5}, {"temperature": 0.0}):
             tokens, logprobs, full_logprobs = op(logits, *sampling_args(5, **filters))
             assert (tokens[1:4] == -1).all() and logprobs[1:4].isnan().all() and full_logprobs[1:4].isnan().all()
@@ -359,10 +362,10 @@ def test_sample_reports_broken_rows():
 @pytest.mark.parametrize("filters", [{}, {"top_k": 6}, {"top_p": 0.8}, {"min_p": 0.1}, {"top_k": 9, "top_p": 0.9}])
 def test_sample_follows_the_distribution(filters):
     draws, temperature = 20000, 0.8
-    logits = torch.randn(12, device=DEVICE)
+    logits = torch.randn(12).to(DEVICE)  # the same draw on every device
     ids = torch.arange(draws)
     args = sampling_args(draws, temperature, seed=ids // 100, position=ids % 100, **filters)
-    tokens, logprobs, _ = fk.sample_reference(logits.expand(draws, -1), *args)
+    tokens, logprobs, _ = flex_sampling.sample_reference(logits.expand(draws, -1), *args)
     kept = oracle_kept(logits, temperature, **filters)
     probabilities = (logits.double().cpu() / temperature).masked_fill(~kept, -torch.inf).softmax(-1)
     counts = torch.bincount(tokens.cpu(), minlength=12)
@@ -375,7 +378,7 @@ def test_sample_follows_the_distribution(filters):
 def _noise_kernel(out_ptr, seed_ptr, position_ptr, V, BLOCK: tl.constexpr):
     tokens = tl.arange(0, BLOCK)
     row = tl.program_id(0)
-    noise = fk._exponential_noise(tl.load(seed_ptr + row), tl.load(position_ptr + row), tokens)
+    noise = flex_sampling._exponential_noise(tl.load(seed_ptr + row), tl.load(position_ptr + row), tokens)
     tl.store(out_ptr + row * V + tokens, -tl.log(noise), mask=tokens < V)
 
 
@@ -384,12 +387,12 @@ def test_noise_is_the_same_in_kernel_and_reference():
     positions = torch.tensor([0, 3, 2**40, 2047], device=DEVICE)
     noise = torch.empty(4, 1000, device=DEVICE)
     _noise_kernel[(4,)](noise, seeds, positions, 1000, BLOCK=1024)
-    torch.testing.assert_close(noise, fk.gumbel_noise_reference(seeds, positions, 1000), atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(noise, flex_sampling.gumbel_noise_reference(seeds, positions, 1000), atol=1e-6, rtol=1e-5)
 
 
 def test_noise_is_independent_across_seeds_positions_and_tokens():
     seeds, positions = torch.arange(30).repeat_interleave(30), torch.arange(30).repeat(30)
-    noise = fk.gumbel_noise_reference(seeds, positions, 500)
+    noise = flex_sampling.gumbel_noise_reference(seeds, positions, 500)
     assert noise.isfinite().all()
     assert len(noise.unique(dim=0)) == 900
     uniform = torch.exp(-torch.exp(-noise.double())) - 0.5
@@ -397,7 +400,7 @@ def test_noise_is_independent_across_seeds_positions_and_tokens():
     grid = uniform.view(30, 30, 500) * math.sqrt(12)
     for shifted, kept in [(grid[1:], grid[:-1]), (grid[:, 1:], grid[:, :-1]), (grid[..., 1:], grid[..., :-1])]:
         assert abs(float((shifted * kept).mean())) < 5 / math.sqrt(kept.numel())
-    alone = fk.gumbel_noise_reference(seeds[7:8], positions[7:8], 500)
+    alone = flex_sampling.gumbel_noise_reference(seeds[7:8], positions[7:8], 500)
     assert torch.equal(alone[0], noise[7])  # the other rows of the batch don't matter
 
 
@@ -405,7 +408,7 @@ def test_noise_is_independent_across_seeds_positions_and_tokens():
 
 
 def small_options(split_k):
-    return fk.LinearOptions(block_n=64, block_k=32, split_k=split_k, num_stages=2)
+    return flex_linear.LinearOptions(block_n=64, block_k=32, split_k=split_k, num_stages=2)
 
 
 @pytest.mark.parametrize("dtype", HALF_TYPES)
@@ -414,21 +417,51 @@ def test_linear(T, N, K, split_k, dtype):
     x, weight = randn(T, K, dtype=dtype), randn(N, K, dtype=dtype, scale=K**-0.5)
     bias, residual = randn(N, dtype=dtype), randn(T, N, dtype=dtype)
     for extra in ((), (bias,), (None, residual), (bias, residual)):
-        expected = fk.linear_reference(x, weight, *extra)
+        expected = flex_linear.linear_reference(x, weight, *extra)
         for _ in range(2):  # the second launch finds the counters at zero again
-            assert_close(fk.linear_triton(x, weight, *extra, options=small_options(split_k)), expected)
+            assert_close(flex_linear.linear_triton(x, weight, *extra, options=small_options(split_k)), expected)
 
 
 @pytest.mark.parametrize("T, I, K, split_k", [(1, 64, 64, 1), (5, 100, 200, 2)])
 def test_gate_up_silu(T, I, K, split_k):
     x, weight = randn(T, K, dtype=torch.float16), randn(2 * I, K, dtype=torch.float16, scale=K**-0.5)
-    assert_close(fk.gate_up_silu_triton(x, weight, small_options(split_k)), fk.gate_up_silu_reference(x, weight))
+    assert_close(flex_linear.gate_up_silu_triton(x, weight, small_options(split_k)), flex_linear.gate_up_silu_reference(x, weight))
 
 
 @pytest.mark.parametrize("T, N, K, split_k", [(1, 64, 64, 1), (5, 100, 200, 4)])
 def test_linear_add_norm(T, N, K, split_k):
     x, weight = randn(T, K, dtype=torch.float16), randn(N, K, dtype=torch.float16, scale=K**-0.5)
     residual, norm_weight = randn(T, N, dtype=torch.float16), randn(N, dtype=torch.float16)
-    outputs = fk.linear_add_norm_triton(x, weight, residual, norm_weight, 1e-6, small_options(split_k))
-    for actual, wanted in zip(outputs, fk.linear_add_norm_reference(x, weight, residual, norm_weight, 1e-6)):
+    outputs = flex_linear.linear_add_norm_triton(x, weight, residual, norm_weight, 1e-6, small_options(split_k))
+    for actual, wanted in zip(outputs, flex_linear.linear_add_norm_reference(x, weight, residual, norm_weight, 1e-6)):
         assert_close(actual, wanted)
+
+
+@pytest.mark.parametrize("batch", [2, 3, 5])
+def test_a_steps_two_ends(batch):
+    """Rows gathered from slots and moved on, kernel against reference, padded rows (slot 0) among them."""
+    torch.manual_seed(batch)
+    slots, page_size, columns = 7, 16, flex_kernels.SlotColumn.FIRST_STOP + 3
+    ints = torch.randint(0, 60, (slots, columns), device=DEVICE)
+    ints[:, flex_kernels.SlotColumn.ENDED] = torch.tensor([1, 0, 0, 1, 0, 0, 0])
+    ints[2, flex_kernels.SlotColumn.POSITION] = ints[2, flex_kernels.SlotColumn.LAST_POSITION]
+    floats = torch.rand(slots, 3, device=DEVICE)
+    page_table = torch.randint(0, 40, (slots, 4), dtype=torch.int32, device=DEVICE)
+    rows = torch.tensor([4, 2, 0, 3, 0], device=DEVICE)[:batch]
+    args = (rows, ints, floats, page_table, page_size)
+    expected, actual = flex_kernels.gather_rows_reference(*args), flex_kernels.gather_rows_triton(*args)
+    for name, value in vars(expected).items():
+        assert torch.equal(getattr(actual, name), value) and getattr(actual, name).dtype == value.dtype, name
+
+    tokens = torch.tensor([int(ints[4, -1]), 70, 5, 71, -1], device=DEVICE)[:batch]  # a stop id, the last position, padding, ...
+    logprobs = torch.randn(2, batch, device=DEVICE)
+    outcomes = []
+    for advance in (flex_kernels.advance_rows_reference, flex_kernels.advance_rows_triton):
+        state, step = ints.clone(), torch.ones(1, dtype=torch.int64, device=DEVICE)
+        ring_tokens = torch.zeros(3, 6, dtype=torch.int64, device=DEVICE)
+        ring_logprobs = torch.zeros(3, 2, 6, device=DEVICE)
+        advance(rows, state, step, ring_tokens, ring_logprobs, tokens, *logprobs)
+        outcomes.append((state, step, ring_tokens, ring_logprobs))
+    for expected, actual in zip(*outcomes):
+        assert torch.equal(expected, actual)
+    assert outcomes[0][0][4, flex_kernels.SlotColumn.ENDED] == 1 and outcomes[0][1] == 2

@@ -314,7 +314,7 @@ def test_paged_block_mask(positions, window, seed):
     cache.upload()
     expected[-1, 0, 0] = True  # the padded row sees the first token of the padding page
     slots = torch.tensor([*range(1, len(positions) + 1), 0])
-    batch = DecodeBatch(torch.tensor([*positions, 0]), cache.page_table[slots])
+    batch = DecodeBatch.of(torch.tensor([*positions, 0]), cache.page_table[slots], cache.page_size)
     assert torch.equal(dense(paged_block_mask(cache, batch, window)), expected)
 
 
@@ -363,7 +363,7 @@ def attend_both_ways(backend, spec: AttentionSpec, lengths: list[int]) -> None:
 
     rows = torch.tensor([*range(1, len(lengths) + 1), 0])  # the last row is padding
     last = [torch.stack([*(document[i][-1] for document in documents), documents[0][i][0]]) for i in range(3)]
-    decode = DecodeBatch(torch.tensor([*prefix, 0]), cache.page_table[rows], max_length=max(lengths))
+    decode = DecodeBatch.of(torch.tensor([*prefix, 0]), cache.page_table[rows], cache.page_size, max_length=max(lengths))
     o_BHD = Attend(cache, decode, backend).rotated(0, *last)
     assert torch.isfinite(o_BHD).all()
     torch.testing.assert_close(o_BHD[:-1], torch.stack([e[-1] for e in expected]), atol=2e-5, rtol=2e-5)

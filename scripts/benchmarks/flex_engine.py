@@ -35,7 +35,7 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import AttentionInterface, AttentionMaskInterface
 
-import flex_kernels
+from flex_kernels import SlotColumn, advance_rows, gather_rows
 from flex_paged_attention import (
     Attend,
     AttentionSpec,
@@ -51,6 +51,7 @@ from flex_paged_attention import (
 )
 from flex_lora import Adapters
 from flex_nf4 import compute_dtype, keep_storage_layout
+from flex_sampling import sample
 from flex_weights import SharedWeights
 
 # ------------------------------------------------------------------------------------------------------ requests, results
@@ -271,18 +272,16 @@ class DecodeState:
     """What a decode step reads and writes on the device, by slot. Slot 0 is padding: it has ended before it begins."""
 
     STOP_IDS = 8
-    TOKEN, POSITION, LAST_POSITION, SEED, TOP_K, ENDED, FIRST_STOP = range(7)
-    NO_TOKEN = -2  # the ring entry of a row that had ended already; the sampler's -1 means NaN
 
     def __init__(self, num_slots: int, max_steps: int, device: torch.device):
-        pinned = device.type == "cuda"
-        self.ints = torch.zeros(num_slots + 1, self.FIRST_STOP + self.STOP_IDS, dtype=torch.int64, device=device)
-        self.ints[PADDING_SLOT, self.ENDED] = 1
+        rows, pinned = max(2, num_slots), device.type == "cuda"
+        self.ints = torch.zeros(num_slots + 1, SlotColumn.FIRST_STOP + self.STOP_IDS, dtype=torch.int64, device=device)
+        self.ints[PADDING_SLOT, SlotColumn.ENDED] = 1
         self.floats = torch.ones(num_slots + 1, 3, dtype=torch.float32, device=device)
-        self.row_slot = torch.zeros(max(2, num_slots), dtype=torch.int64, device=device)
+        self.row_slot = torch.zeros(rows, dtype=torch.int64, device=device)
         self.step = torch.zeros(1, dtype=torch.int64, device=device)
-        self.ring_tokens = torch.zeros(max_steps, max(2, num_slots), dtype=torch.int64, device=device)
-        self.ring_logprobs = torch.zeros(max_steps, 2, max(2, num_slots), dtype=torch.float32, device=device)
+        self.ring_tokens = torch.zeros(max_steps, rows, dtype=torch.int64, device=device)
+        self.ring_logprobs = torch.zeros(max_steps, 2, rows, dtype=torch.float32, device=device)
         self.host_tokens = torch.zeros_like(self.ring_tokens, device="cpu", pin_memory=pinned)
         self.host_logprobs = torch.zeros_like(self.ring_logprobs, device="cpu", pin_memory=pinned)
 
@@ -291,24 +290,12 @@ class DecodeState:
         for sequence in sequences:
             params, position = sequence.params, sequence.length - 1
             stops = sequence.stop_ids + [-1] * (self.STOP_IDS - len(sequence.stop_ids))
-            ints.append([sequence.last_token, position, position + sequence.remaining - 1, sequence.seed, params.top_k, 0, *stops])
+            last_position = position + sequence.remaining - 1
+            ints.append([sequence.last_token, position, last_position, sequence.seed, params.top_k, 0, *stops])
             floats.append([params.temperature, params.top_p, params.min_p])
         slots = torch.tensor([sequence.slot for sequence in sequences], device=self.ints.device)
         self.ints[slots] = torch.tensor(ints, dtype=torch.int64, device=self.ints.device)
         self.floats[slots] = torch.tensor(floats, dtype=torch.float32, device=self.ints.device)
-
-    def advance(self, rows: Tensor, ints: Tensor, tokens_B: Tensor, logprobs_2B: Tensor) -> None:
-        """Writes one step's samples to the ring and moves the rows on; rows that end, or had, stay where they are."""
-        had_ended = ints[:, self.ENDED] != 0
-        position, size = ints[:, self.POSITION], rows.shape[0]
-        stops = (tokens_B[:, None] == ints[:, self.FIRST_STOP :]).any(1)
-        ended = had_ended | stops | (position >= ints[:, self.LAST_POSITION]) | (tokens_B < 0)
-        self.ring_tokens[:, :size].index_copy_(0, self.step, tokens_B.masked_fill(had_ended, self.NO_TOKEN)[None])
-        self.ring_logprobs[:, :, :size].index_copy_(0, self.step, logprobs_2B[None])
-        moved = torch.stack([torch.where(ended, ints[:, self.TOKEN], tokens_B), position + ~ended], dim=1)
-        self.ints[rows, : self.POSITION + 1] = moved
-        self.ints[rows, self.ENDED] = ended.long()
-        self.step += 1
 
 
 class FlexEngine:
@@ -596,16 +583,14 @@ class FlexEngine:
     def _decode_step(self, bucket: int, max_length: int | None = None) -> None:
         """One token for each row; the body of a captured graph, so no tensor may leave the device."""
         state = self.state
-        rows = state.row_slot[:bucket]
-        ints, floats = state.ints[rows], state.floats[rows]
-        tokens_B, positions_B = ints[:, state.TOKEN].contiguous(), ints[:, state.POSITION].contiguous()
-        attend = Attend(self.cache, DecodeBatch(positions_B, self.cache.page_table[rows], max_length), self.backend)
-        logits_BV = self.walker.forward(tokens_B, positions_B, attend)
-        temperature, top_p, min_p = floats.T.contiguous()
-        next_B, *logprobs = flex_kernels.sample(
-            logits_BV, temperature, ints[:, state.TOP_K].int(), top_p, min_p, ints[:, state.SEED].contiguous(), positions_B
+        slots_B = state.row_slot[:bucket]
+        rows = gather_rows(slots_B, state.ints, state.floats, self.cache.page_table, self.config.page_size)
+        batch = DecodeBatch(rows.positions_B, rows.token_slots_B, rows.lengths_B, rows.page_table_BP, max_length)
+        logits_BV = self.walker.forward(rows.tokens_B, rows.positions_B, Attend(self.cache, batch, self.backend))
+        sampled = sample(
+            logits_BV, rows.temperature_B, rows.top_k_B, rows.top_p_B, rows.min_p_B, rows.seeds_B, rows.positions_B
         )
-        state.advance(rows, ints, next_B, torch.stack(logprobs))
+        advance_rows(slots_B, state.ints, state.step, state.ring_tokens, state.ring_logprobs, *sampled)
 
     def _graph(self, bucket: int) -> torch.cuda.CUDAGraph:
         """The captured decode step of `bucket` rows. Warm-up and capture run on the padding slot alone."""
@@ -644,7 +629,7 @@ class FlexEngine:
         running = list(scheduler.running)
         tokens = self.state.host_tokens[:steps, : len(running)].numpy()
         logprobs = self.state.host_logprobs[:steps, :, : len(running)].numpy()
-        counts = (tokens != DecodeState.NO_TOKEN).sum(0).tolist()
+        counts = (tokens != SlotColumn.NO_TOKEN).sum(0).tolist()
         finished = 0
         if (tokens == -1).any():
             row = int(np.nonzero((tokens == -1).any(0))[0][0])

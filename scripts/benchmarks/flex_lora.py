@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import flex_kernels
+import flex_linear
 from flex_lora_kernels import MAX_PARTS, add_low_rank, low_rank_add_norm, low_rank_silu_mul, merge_low_rank, padded_rank
 from flex_nf4 import NF4Projection, float_weight, is_4bit
 from flex_weights import Embedding, Product, Projection, SharedWeights
@@ -113,7 +113,7 @@ class Adapted:
     def bias(self) -> Tensor:
         """The base's bias (or zeros) and the adapters', fp32 `[N]`."""
         base = self.base.bias
-        total = torch.zeros(self.base.weight.shape[0], device=self.base.weight.device) if base is None else base.float()
+        total = torch.zeros(self.base.out_features, device=self.base.weight.device) if base is None else base.float()
         return total + sum(delta.scaling * delta.bias.float() for delta in self.deltas if delta.bias is not None)
 
 
@@ -215,7 +215,7 @@ class ActiveProjection(Product):
         """x Wᵀ + b `[T, N]` and x Aᵀ `[T, P * R]`."""
         if self.stacked is not None:
             return self.stacked(x_TK).tensor_split([self.b_RN.shape[1]], dim=1)
-        return self.base(x_TK), flex_kernels.linear(x_TK, self.a_PRK.flatten(0, 1))
+        return self.base(x_TK), flex_linear.linear(x_TK, self.a_PRK.flatten(0, 1))
 
     def __call__(self, x_TK: Tensor) -> Tensor:
         return add_low_rank(*self.products(x_TK), self.b_RN, self.sizes, self.scale_N)

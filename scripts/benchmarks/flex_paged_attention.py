@@ -31,6 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
+import flex_decode_attention
 import flex_kernels
 from flex_memory import DeviceMemory
 
@@ -233,18 +234,24 @@ class PrefillBatch:
 
 @dataclass
 class DecodeBatch:
-    """One row per sequence; row b sees its keys 0 .. positions[b]. Padded rows have position 0 and an all-zero page list.
+    """One row per sequence; row b sees its first `lengths_B[b]` = position + 1 keys, its own among them. Padded rows have
+    position 0 and an all-zero page list.
 
     `max_length` bounds the row lengths when the host knows it (None inside a captured graph: the whole page list counts).
     """
 
-    positions_B: Tensor
+    positions_T: Tensor
+    token_slots_T: Tensor
+    lengths_B: Tensor
     page_table_BP: Tensor
     max_length: int | None = None
 
-    def token_slots(self, page_size: int) -> Tensor:
-        page_B = self.page_table_BP.gather(1, (self.positions_B // page_size)[:, None])[:, 0]
-        return page_B.long() * page_size + self.positions_B % page_size
+    @classmethod
+    def of(cls, positions_B: Tensor, page_table_BP: Tensor, page_size: int, max_length: int | None = None) -> DecodeBatch:
+        """The batch of rows at `positions_B` (int64) with these page lists."""
+        pages_B = page_table_BP.gather(1, (positions_B // page_size)[:, None])[:, 0].long()
+        token_slots_B = pages_B * page_size + positions_B % page_size
+        return cls(positions_B, token_slots_B, (positions_B + 1).int(), page_table_BP, max_length)
 
 
 @dataclass
@@ -258,10 +265,6 @@ class Attend:
 
     def __post_init__(self) -> None:
         self.prefill = isinstance(self.batch, PrefillBatch)
-        self.token_slots_T = (
-            self.batch.token_slots_T if self.prefill else self.batch.token_slots(self.cache.page_size)
-        )
-        self.positions_T = self.batch.positions_T if self.prefill else self.batch.positions_B
         self.plan = self.backend.plan(self.cache, self.batch)
 
     def __call__(
@@ -281,7 +284,7 @@ class Attend:
         spec = self.cache.specs[layer]
         k_pool_HND, v_pool_HND = self.cache.layers[layer]
         out = flex_kernels.qk_norm_rope_store(
-            qkv_TE, q_norm, k_norm, eps, *rope, self.positions_T, self.token_slots_T, k_pool_HND, v_pool_HND,
+            qkv_TE, q_norm, k_norm, eps, *rope, self.batch.positions_T, self.batch.token_slots_T, k_pool_HND, v_pool_HND,
             spec.num_heads, packed_kv=self.prefill,
         )  # fmt: skip
         if self.prefill:
@@ -296,8 +299,8 @@ class Attend:
         spec = self.cache.specs[layer]
         k_pool_HND, v_pool_HND = self.cache.layers[layer]
         if spec.store_layer is None:
-            k_pool_HND[:, self.token_slots_T] = k_THD.transpose(0, 1)
-            v_pool_HND[:, self.token_slots_T] = v_THD.transpose(0, 1)
+            k_pool_HND[:, self.batch.token_slots_T] = k_THD.transpose(0, 1)
+            v_pool_HND[:, self.batch.token_slots_T] = v_THD.transpose(0, 1)
         if self.prefill:
             return self.backend.prefill(q_THD, k_THD, v_THD, spec, self.plan)
         return self.backend.decode(q_THD, k_pool_HND, v_pool_HND, spec, self.plan)
@@ -353,7 +356,7 @@ class SdpaAttention(AttentionBackend):
         if batch.max_length is not None:
             pages = pages[:, : cache.pages.pages_for(batch.max_length)]
         key_position = torch.arange(pages.shape[1] * cache.page_size, device=pages.device)
-        distance_BK = batch.positions_B[:, None] - key_position
+        distance_BK = batch.positions_T[:, None] - key_position
         return pages, distance_BK, cache.page_size
 
     def prefill(self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, spec: AttentionSpec, documents) -> Tensor:
@@ -391,6 +394,7 @@ def _split_documents(batch: PrefillBatch) -> list[slice]:
 def _compiled_flex(dynamic: bool):
     # Every bucket is a compilation of its own; the default limit of 8 would silently fall back to eager flex.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 512)
+    torch._dynamo.config.specialize_float = True  # a soft cap is a constant; flex's lowering takes no symbolic float
     mode = os.environ.get("FLEX_COMPILE_MODE")
     return torch.compile(flex_attention, dynamic=dynamic, fullgraph=True, mode=mode)
 
@@ -491,13 +495,14 @@ class FlexAttention(AttentionBackend):
         if padded_group != group:
             # The decode kernel takes power-of-two groups only; others would silently get the long-query kernel.
             q_BHGD = F.pad(q_BHGD, (0, 0, 0, padded_group - group))
-        options = self.decode_options or default_decode_options(q_BHD)
+        block_mask = mask_for(spec.window)
+        options = self.decode_options or default_decode_options(q_BHD, page_size=block_mask.BLOCK_SIZE[1])
         if q_BHD.is_cuda:
             _watch_decode_lowering()
         o_BH1D = _compiled_flex(dynamic=False)(
             q_BHGD.flatten(1, 2)[:, :, None], k_pool_HND[None], v_pool_HND[None],
             score_mod=_softcap_score_mod(spec.softcap),
-            block_mask=mask_for(spec.window),
+            block_mask=block_mask,
             scale=spec.scale,
             enable_gqa=padded_group > 1,
             kernel_options=options,
@@ -505,10 +510,10 @@ class FlexAttention(AttentionBackend):
         return o_BH1D[:, :, 0].unflatten(1, (spec.num_kv_heads, padded_group))[:, :, :group].flatten(1, 2)
 
 
-def default_decode_options(q_BHD: Tensor) -> dict:
+def default_decode_options(q_BHD: Tensor, page_size: int) -> dict:
     if not q_BHD.is_cuda:
         return {"PARTITION_SIZE": 1}  # other partition sizes have returned wrong values on CPUs
-    return {"BLOCK_N": 64, "num_warps": 4, "num_stages": 3 if q_BHD.shape[-1] <= 128 else 2}
+    return {"BLOCK_N": min(64, page_size), "num_warps": 4, "num_stages": 3 if q_BHD.shape[-1] <= 128 else 2}
 
 
 def paged_block_mask(cache: PagedKVCache, batch: DecodeBatch, window: int | None) -> BlockMask:
@@ -517,7 +522,7 @@ def paged_block_mask(cache: PagedKVCache, batch: DecodeBatch, window: int | None
     Pages that a row sees in whole are listed as full blocks and are not masked; the page it is writing, and the one
     that its window cuts, are partial blocks.
     """
-    page_size, pages_BP, positions_B = cache.page_size, batch.page_table_BP, batch.positions_B
+    page_size, pages_BP, positions_B = cache.page_size, batch.page_table_BP, batch.positions_T
     width = pages_BP.shape[1]
     unused = cache.num_pages - width  # the lowering wants as many columns as the pool has pages
     index_P = torch.arange(width, device=pages_BP.device)
@@ -599,16 +604,16 @@ class TritonAttention(FlexAttention):
 
     def __init__(self, decode_options: dict | None = None, prefill_options: dict | None = None, fa4_prefill: bool = False):
         super().__init__(None, prefill_options, fa4_prefill)
-        self.kernel_options = flex_kernels.DecodeOptions(**decode_options) if decode_options else None
+        self.kernel_options = flex_decode_attention.DecodeOptions(**decode_options) if decode_options else None
 
     def plan(self, cache: PagedKVCache, batch: PrefillBatch | DecodeBatch):
         if isinstance(batch, PrefillBatch):
             return super().plan(cache, batch)
-        lengths_B = (batch.positions_B + 1).int()
+        lengths_B = batch.lengths_B
 
         @memoize
-        def work_for(window: int | None, num_kv_heads: int, head_dim: int) -> flex_kernels.DecodePlan:
-            return flex_kernels.decode_attention_plan(
+        def work_for(window: int | None, num_kv_heads: int, head_dim: int) -> flex_decode_attention.DecodePlan:
+            return flex_decode_attention.decode_attention_plan(
                 lengths_B, num_kv_heads, head_dim, cache.dtype, window, self.kernel_options
             )
 
@@ -616,7 +621,7 @@ class TritonAttention(FlexAttention):
 
     def decode(self, q_BHD: Tensor, k_pool_HND: Tensor, v_pool_HND: Tensor, spec: AttentionSpec, plan) -> Tensor:
         pages_BP, lengths_B, page_size, work_for = plan
-        return flex_kernels.paged_decode_attention(
+        return flex_decode_attention.paged_decode_attention(
             q_BHD, k_pool_HND, v_pool_HND, pages_BP, lengths_B, page_size, spec.scale, spec.window, spec.softcap,
             work_for(spec.window, spec.num_kv_heads, spec.head_dim),
         )  # fmt: skip

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import flex_kernels
+import flex_linear
 
 
 @dataclass(eq=False)
@@ -157,17 +158,17 @@ class Projection(Product):
         return cls(weights.pack([linear.weight for linear in linears]), weights.pack_bias(linears))
 
     def __call__(self, x_TK: Tensor) -> Tensor:
-        return flex_kernels.linear(x_TK, self.weight, self.bias)
+        return flex_linear.linear(x_TK, self.weight, self.bias)
 
     def add_norm(self, x_TK: Tensor, residual_TN: Tensor, norm_N: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         if self.bias is not None:
             return super().add_norm(x_TK, residual_TN, norm_N, eps)
-        return flex_kernels.linear_add_norm(x_TK, self.weight, residual_TN, norm_N, eps)
+        return flex_linear.linear_add_norm(x_TK, self.weight, residual_TN, norm_N, eps)
 
     def silu_gated(self, x_TK: Tensor) -> Tensor:
         if self.bias is not None:
             return super().silu_gated(x_TK)
-        return flex_kernels.gate_up_silu(x_TK, self.weight)
+        return flex_linear.gate_up_silu(x_TK, self.weight)
 
 
 @dataclass(eq=False)

@@ -22,7 +22,11 @@ import torch
 import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-import flex_kernels as fk
+import flex_decode_attention
+import flex_kernels
+import flex_linear
+import flex_sampling
+import flex_triton
 
 LAYERS, HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 36, 2560, 9728, 32, 8, 128, 151936
 QKV = (HEADS + 2 * KV_HEADS) * HEAD_DIM
@@ -96,7 +100,7 @@ def best_of(report: Report, op: str, batch: int, bytes_moved: float, variants: I
             break
         try:
             us = graph_us(make_step(variant))
-        except (fk.triton.TritonError, RuntimeError) as error:  # a tile that does not fit is a result, not the end
+        except (flex_triton.triton.TritonError, RuntimeError) as error:  # a tile that does not fit is a result, not the end
             print(f"{op} {batch}: {variant}: {type(error).__name__}: {str(error)[:120]}")
             continue
         rows.append((us, variant))
@@ -137,7 +141,7 @@ def _compile(job: tuple) -> str | None:
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
-    capability, kind, batch, shape, options, fk.PDL = job
+    capability, kind, batch, shape, options, flex_triton.PDL = job
     torch.set_num_threads(1)
     driver.set_active(_CompileOnly(capability))
     run = JITFunction.run
@@ -146,7 +150,7 @@ def _compile(job: tuple) -> str | None:
         if kind == "attention":
             attention_step(attention_inputs(batch, 1, "cpu"), options)(0)
         elif kind == "attention check":
-            fk.paged_decode_attention_triton(*attention_case(*shape, "cpu"))
+            flex_decode_attention.paged_decode_attention_triton(*attention_case(*shape, "cpu"))
         else:
             linear_step(kind, linear_inputs(kind, batch, 1, "cpu"), options)(0)
     except Exception as error:
@@ -203,16 +207,16 @@ def attention_inputs(batch: int, layers: int, device: str, page_size: int = 64, 
     )
 
 
-def attention_step(inputs: AttentionInputs, options: fk.DecodeOptions) -> Callable[[int], torch.Tensor]:
-    plan = fk.decode_attention_plan_triton(inputs.lengths_B, KV_HEADS, HEAD_DIM, DTYPE, None, options)
-    return lambda i: fk.paged_decode_attention_triton(
+def attention_step(inputs: AttentionInputs, options: flex_decode_attention.DecodeOptions) -> Callable[[int], torch.Tensor]:
+    plan = flex_decode_attention.decode_attention_plan_triton(inputs.lengths_B, KV_HEADS, HEAD_DIM, DTYPE, None, options)
+    return lambda i: flex_decode_attention.paged_decode_attention_triton(
         inputs.q_BHD, inputs.k_pools[i], inputs.v_pools[i], inputs.page_table_BP, inputs.lengths_B, inputs.page_size,
         HEAD_DIM**-0.5, plan=plan,
     )
 
 
 ATTENTION_TILES = [
-    fk.DecodeOptions(block_n, num_warps, num_stages)
+    flex_decode_attention.DecodeOptions(block_n, num_warps, num_stages)
     for block_n, num_warps, num_stages in (
         (64, 4, 3), (64, 4, 2), (64, 4, 4), (64, 8, 3), (32, 4, 3), (32, 4, 4), (32, 4, 6), (128, 4, 2), (128, 8, 2),
         (128, 8, 3), (32, 2, 4), (16, 1, 6),
@@ -233,7 +237,7 @@ def bench_attention(report: Report, batches: list[int], budget: float) -> None:
         _, tile = best_of(report, "attention", batch, moved, ATTENTION_TILES, step, deadline)
         splits = [replace(tile, ctas_per_sm=c, min_tiles=m) for c, m in ATTENTION_SPLITS]
         best_of(report, "attention", batch, moved, splits, step, deadline + budget / len(batches) / 2)
-        plan_us = graph_us(lambda i: fk.decode_attention_plan_triton(inputs.lengths_B, KV_HEADS, HEAD_DIM, DTYPE))
+        plan_us = graph_us(lambda i: flex_decode_attention.decode_attention_plan_triton(inputs.lengths_B, KV_HEADS, HEAD_DIM, DTYPE))
         print(report.add("plan", batch, "once per step", plan_us, 0), flush=True)
         del inputs
         torch.cuda.empty_cache()
@@ -267,23 +271,23 @@ def linear_inputs(kind: str, batch: int, layers: int, device: str) -> LinearInpu
     return LinearInputs(values(batch, K), weights, values(batch, N), values(N))
 
 
-def linear_step(kind: str, inputs: LinearInputs, options: fk.LinearOptions | str) -> Callable[[int], object]:
+def linear_step(kind: str, inputs: LinearInputs, options: flex_linear.LinearOptions | str) -> Callable[[int], object]:
     """The product with what follows it in the layer: SiLU*mul behind gate_up, residual and norm behind o and down."""
     x, residual, norm = inputs.x_TK, inputs.residual_TN, inputs.norm_weight_N
     if options == "cuBLAS":
         return {
             "qkv": lambda i: F.linear(x, inputs.weights[i]),
-            "gate_up": lambda i: fk.silu_mul_triton(F.linear(x, inputs.weights[i])),
-        }.get(kind, lambda i: fk.rms_norm_triton(F.linear(x, inputs.weights[i]), norm, 1e-6, residual))
+            "gate_up": lambda i: flex_kernels.silu_mul_triton(F.linear(x, inputs.weights[i])),
+        }.get(kind, lambda i: flex_kernels.rms_norm_triton(F.linear(x, inputs.weights[i]), norm, 1e-6, residual))
     if options == "cuBLAS alone":
         return lambda i: F.linear(x, inputs.weights[i])
     return {
-        "qkv": lambda i: fk.linear_triton(x, inputs.weights[i], options=options),
-        "gate_up": lambda i: fk.gate_up_silu_triton(x, inputs.weights[i], options),
-    }.get(kind, lambda i: fk.linear_add_norm_triton(x, inputs.weights[i], residual, norm, 1e-6, options))
+        "qkv": lambda i: flex_linear.linear_triton(x, inputs.weights[i], options=options),
+        "gate_up": lambda i: flex_linear.gate_up_silu_triton(x, inputs.weights[i], options),
+    }.get(kind, lambda i: flex_linear.linear_add_norm_triton(x, inputs.weights[i], residual, norm, 1e-6, options))
 
 
-def linear_variants(kind: str, batch: int) -> list[fk.LinearOptions]:
+def linear_variants(kind: str, batch: int) -> list[flex_linear.LinearOptions]:
     """Tiles to try, most promising first: (block_n, block_k, split_k, num_warps, num_stages)."""
     if kind == "gate_up":
         tiles = [
@@ -304,10 +308,10 @@ def linear_variants(kind: str, batch: int) -> list[fk.LinearOptions]:
         tiles = [(n, k, split, 8 if n >= 128 else warps, stages) for n, k, split, warps, stages in tiles]
     if batch > 128:
         tiles = [(n, k, split, 8, min(stages, 3)) for n, k, split, _, stages in tiles[:4] if k == 64]
-    return [fk.LinearOptions(*tile) for tile in tiles]
+    return [flex_linear.LinearOptions(*tile) for tile in tiles]
 
 
-def bench_linear(report: Report, batches: list[int], budget: float) -> dict[tuple[str, int], fk.LinearOptions]:
+def bench_linear(report: Report, batches: list[int], budget: float) -> dict[tuple[str, int], flex_linear.LinearOptions]:
     best = {}
     for kind, (N, K) in LINEAR_SHAPES.items():
         inputs = linear_inputs(kind, max(batches), LAYERS, "cuda")
@@ -351,17 +355,17 @@ def bench_small(report: Report, batches: list[int]) -> None:
     norm = torch.randn(HIDDEN, device="cuda", dtype=DTYPE)
     for batch in batches:
         x = torch.randn(batch, HIDDEN, device="cuda", dtype=DTYPE)
-        us = graph_us(lambda i: fk.rms_norm_triton(x, norm, 1e-6, x))
+        us = graph_us(lambda i: flex_kernels.rms_norm_triton(x, norm, 1e-6, x))
         print(report.add("rms_norm", batch, "", us, 8 * batch * HIDDEN))
         gate_up = torch.randn(batch, 2 * INTERMEDIATE, device="cuda", dtype=DTYPE)
-        us = graph_us(lambda i: fk.silu_mul_triton(gate_up))
+        us = graph_us(lambda i: flex_kernels.silu_mul_triton(gate_up))
         print(report.add("silu_mul", batch, "", us, 6 * batch * INTERMEDIATE))
         qkv = torch.randn(batch, QKV, device="cuda", dtype=DTYPE)
         pools = torch.zeros(2, KV_HEADS, 64 * 1024, HEAD_DIM, device="cuda", dtype=DTYPE)
         positions = torch.arange(batch, device="cuda") * 7
         slots = torch.randperm(64 * 1024, device="cuda")[:batch]
         us = graph_us(
-            lambda i: fk.qk_norm_rope_store_triton(
+            lambda i: flex_kernels.qk_norm_rope_store_triton(
                 qkv, norm[:HEAD_DIM], norm[:HEAD_DIM], 1e-6, cos, sin, positions, slots, pools[0], pools[1], HEADS
             )
         )
@@ -369,18 +373,18 @@ def bench_small(report: Report, batches: list[int]) -> None:
         for dtype in (DTYPE, torch.float32):
             for name, filters in (("plain", False), ("top_k 50 + top_p 0.95 + min_p 0.02", True)):
                 args = sampling_inputs(batch, dtype, filters)
-                us = graph_us(lambda i: fk.sample_triton(*args), calls=4)
+                us = graph_us(lambda i: flex_sampling.sample_triton(*args), calls=4)
                 print(report.add("sample", batch, f"{name} {dtype}", us, args[0].nbytes), flush=True)
         top_p_only = list(sampling_inputs(batch, DTYPE, True))
         top_p_only[2], top_p_only[4] = torch.zeros_like(top_p_only[2]), torch.zeros_like(top_p_only[4])
-        us = graph_us(lambda i: fk.sample_triton(*top_p_only), calls=4)
+        us = graph_us(lambda i: flex_sampling.sample_triton(*top_p_only), calls=4)
         print(report.add("sample", batch, "top_p 0.95 alone, bf16", us, top_p_only[0].nbytes), flush=True)
 
 
 # --- a whole step without the language model head --------------------------------------------------------------------
 
 
-def bench_step(report: Report, batches: list[int], best: dict[tuple[str, int], fk.LinearOptions]) -> None:
+def bench_step(report: Report, batches: list[int], best: dict[tuple[str, int], flex_linear.LinearOptions]) -> None:
     """36 layers in a row with cuBLAS or our products, with and without programmatic dependent launch."""
     cos, sin = rope_tables()
     weights = {kind: linear_inputs(kind, 1, LAYERS, "cuda").weights for kind in LINEAR_SHAPES}
@@ -394,41 +398,41 @@ def bench_step(report: Report, batches: list[int], best: dict[tuple[str, int], f
         slots = pages * inputs.page_size + positions % inputs.page_size
 
         def step(fused: set[str]):
-            plan = fk.decode_attention_plan_triton(inputs.lengths_B, KV_HEADS, HEAD_DIM, DTYPE)
+            plan = flex_decode_attention.decode_attention_plan_triton(inputs.lengths_B, KV_HEADS, HEAD_DIM, DTYPE)
             total = hidden
-            normed, _ = fk.rms_norm_triton(hidden, norm, 1e-6)
+            normed, _ = flex_kernels.rms_norm_triton(hidden, norm, 1e-6)
             for i in range(LAYERS):
                 w = {kind: weights[kind][i] for kind in weights}
                 if "qkv" in fused:
-                    qkv = fk.linear_triton(normed, w["qkv"], options=best["qkv", batch])
+                    qkv = flex_linear.linear_triton(normed, w["qkv"], options=best["qkv", batch])
                 else:
                     qkv = F.linear(normed, w["qkv"])
-                q = fk.qk_norm_rope_store_triton(
+                q = flex_kernels.qk_norm_rope_store_triton(
                     qkv, head_norm, head_norm, 1e-6, cos, sin, positions, slots, inputs.k_pools[i], inputs.v_pools[i],
                     HEADS,
                 )
-                o = fk.paged_decode_attention_triton(
+                o = flex_decode_attention.paged_decode_attention_triton(
                     q, inputs.k_pools[i], inputs.v_pools[i], inputs.page_table_BP, inputs.lengths_B, inputs.page_size,
                     HEAD_DIM**-0.5, plan=plan,
                 ).view(batch, -1)  # fmt: skip
                 for kind in ("o", "down"):
                     if kind == "down" and "gate_up" in fused:
-                        o = fk.gate_up_silu_triton(normed, w["gate_up"], best["gate_up", batch])
+                        o = flex_linear.gate_up_silu_triton(normed, w["gate_up"], best["gate_up", batch])
                     elif kind == "down":
-                        o = fk.silu_mul_triton(F.linear(normed, w["gate_up"]))
+                        o = flex_kernels.silu_mul_triton(F.linear(normed, w["gate_up"]))
                     if kind in fused:
-                        normed, total = fk.linear_add_norm_triton(o, w[kind], total, norm, 1e-6, best[kind, batch])
+                        normed, total = flex_linear.linear_add_norm_triton(o, w[kind], total, norm, 1e-6, best[kind, batch])
                     else:
-                        normed, total = fk.rms_norm_triton(F.linear(o, w[kind]), norm, 1e-6, total)
+                        normed, total = flex_kernels.rms_norm_triton(F.linear(o, w[kind]), norm, 1e-6, total)
             return normed
 
         moved = LAYERS * (inputs.bytes_per_layer + sum(2 * n * k for n, k in LINEAR_SHAPES.values()))
         for fused in (set(), {"o", "down"}, {"o", "down", "gate_up"}, set(LINEAR_SHAPES)):
-            for fk.PDL in (False, True):
+            for flex_triton.PDL in (False, True):
                 us = graph_us(lambda i: step(fused), calls=1)
-                name = f"ours: {' '.join(sorted(fused)) or 'none'}; PDL {'on' if fk.PDL else 'off'}"
+                name = f"ours: {' '.join(sorted(fused)) or 'none'}; PDL {'on' if flex_triton.PDL else 'off'}"
                 print(report.add("36 layers", batch, name, us, moved), flush=True)
-        fk.PDL = False
+        flex_triton.PDL = False
         del inputs
         torch.cuda.empty_cache()
 
@@ -457,29 +461,29 @@ def check_all(report: Report) -> None:
         weight = torch.randn(HIDDEN, device="cuda").to(dtype)
         for name, a, b in zip(
             ("normed", "total"),
-            fk.rms_norm_triton(x, weight, 1e-6, residual),
-            fk.rms_norm_reference(x, weight, 1e-6, residual),
+            flex_kernels.rms_norm_triton(x, weight, 1e-6, residual),
+            flex_kernels.rms_norm_reference(x, weight, 1e-6, residual),
         ):
             report.check(f"rms_norm {name} {dtype}", a, b, tolerance)
         gate_up = torch.randn(64, 2 * INTERMEDIATE, device="cuda").to(dtype)
-        report.check(f"silu_mul {dtype}", fk.silu_mul_triton(gate_up), fk.silu_mul_reference(gate_up), tolerance)
+        report.check(f"silu_mul {dtype}", flex_kernels.silu_mul_triton(gate_up), flex_kernels.silu_mul_reference(gate_up), tolerance)
 
         cos, sin = rope_tables()
         qkv = torch.randn(64, QKV, device="cuda").to(dtype)
         positions, slots = torch.arange(64, device="cuda") * 31, torch.randperm(1024, device="cuda")[:64]
         pools = [torch.zeros(KV_HEADS, 1024, HEAD_DIM, device="cuda", dtype=dtype) for _ in range(4)]
         args = (qkv, weight[:HEAD_DIM], weight[:HEAD_DIM], 1e-6, cos, sin, positions, slots)
-        q = fk.qk_norm_rope_store_triton(*args, *pools[:2], HEADS)
-        q_reference = fk.qk_norm_rope_store_reference(*args, *pools[2:], HEADS)
+        q = flex_kernels.qk_norm_rope_store_triton(*args, *pools[:2], HEADS)
+        q_reference = flex_kernels.qk_norm_rope_store_reference(*args, *pools[2:], HEADS)
         for name, a, b in (("q", q, q_reference), ("k", pools[0], pools[2]), ("v", pools[1], pools[3])):
             report.check(f"qk_norm_rope_store {name} {dtype}", a, b, tolerance)
 
         for shape in ATTENTION_CHECKS:
             args = attention_case(*shape, dtype, "cuda")
             name = f"attention {shape} {dtype}"
-            expected = fk.paged_decode_attention_reference(*args)
-            report.check(name, fk.paged_decode_attention_triton(*args), expected, tolerance)
-            again = torch.stack([fk.paged_decode_attention_triton(*args) for _ in range(20)])
+            expected = flex_decode_attention.paged_decode_attention_reference(*args)
+            report.check(name, flex_decode_attention.paged_decode_attention_triton(*args), expected, tolerance)
+            again = torch.stack([flex_decode_attention.paged_decode_attention_triton(*args) for _ in range(20)])
             report.check(f"{name} repeats", again, again[:1], 0.0)
 
     for kind in LINEAR_SHAPES:
@@ -498,7 +502,7 @@ def check_all(report: Report) -> None:
     for dtype in (torch.float32, DTYPE, torch.float16):
         for filters in (False, True):
             args = sampling_inputs(16, dtype, filters)
-            (tokens, *logprobs), (expected, *expected_logprobs) = fk.sample_triton(*args), fk.sample_reference(*args)
+            (tokens, *logprobs), (expected, *expected_logprobs) = flex_sampling.sample_triton(*args), flex_sampling.sample_reference(*args)
             name = f"sample {'filtered' if filters else 'plain'} {dtype}"
             same = tokens == expected  # the two logarithms differ in the last bit: a tie of noisy logits may break apart
             report.check(f"{name} share of same tokens", same.float().mean(), torch.ones((), device="cuda"), 0.1)
@@ -537,7 +541,7 @@ def main() -> int:
         args.json.write_text(
             json.dumps(
                 {
-                    "gpu": device.name, "torch": torch.__version__, "triton": fk.triton.__version__,
+                    "gpu": device.name, "torch": torch.__version__, "triton": flex_triton.triton.__version__,
                     "errors": report.errors, "failures": report.failures, "rows": [asdict(row) for row in report.rows],
                 },
                 indent=1,

@@ -138,7 +138,7 @@ def engine_last_logits(engine: FlexEngine, prompts: Sequence[list[int]]) -> Tens
                 engine.walker.forward(
                     tokens_T, positions_T, Attend(cache, PrefillBatch(positions_T, slots_T, lengths), engine.backend)
                 )
-            decode = DecodeBatch(positions_B, cache.page_table[slots_B])
+            decode = DecodeBatch.of(positions_B, cache.page_table[slots_B], cache.page_size)
             logits_BV = engine.walker.forward(last_B, positions_B, Attend(cache, decode, engine.backend))
         return logits_BV[: len(prompts)].float()
     finally:

@@ -1,0 +1,301 @@
+"""Matrix products of few tokens against a whole weight, with what follows them (flex_triton.py has the conventions).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from flex_kernels import rms_norm, rms_norm_reference, silu_mul, silu_mul_reference
+from flex_triton import cdiv, jit, next_power_of_2, pdl_options, tl, use_triton, wait_for_inputs
+
+
+@dataclass(frozen=True)
+class LinearOptions:
+    """Tiles of the skinny matrix product."""
+
+    block_n: int = 128  # weight rows per program; of each half in gate_up_silu
+    block_k: int = 64
+    split_k: int = 1  # programs that share the sum over K of one tile
+    num_warps: int = 4
+    num_stages: int = 4  # weight tiles in flight per program
+    prefetch_steps: int = 8  # weight tiles asked for while the kernel before still runs, under PDL
+
+
+# (N, K, most tokens) -> options found on an H200 (kernel_bench.py), or None where cuBLAS is faster. What is not listed takes the
+# rule below. Qwen3-4B's projections; gate_up's N counts both halves.
+_GATE_UP, _O, _DOWN = LinearOptions(64, 64, 1, 4, 4), LinearOptions(64, 64, 3, 4, 6), LinearOptions(64, 64, 3, 4, 6)
+TUNED_LINEAR: dict[tuple[int, int, int], LinearOptions | None] = {
+    (6144, 2560, 8): LinearOptions(64, 128, 2, 4, 4),
+    (6144, 2560, 256): None,
+    (2560, 4096, 64): _O,
+    (2560, 4096, 256): None,
+    (19456, 2560, 8): LinearOptions(64, 128, 1, 4, 3),
+    (19456, 2560, 64): _GATE_UP,
+    (19456, 2560, 256): None,
+    (2560, 9728, 32): LinearOptions(64, 128, 4, 4, 4),
+    (2560, 9728, 64): _DOWN,
+    (2560, 9728, 256): None,
+}
+
+MAX_SKINNY_TOKENS = 256
+
+
+def linear_options(T: int, N: int, K: int, gated: bool = False) -> LinearOptions | None:
+    """Options for T tokens against a weight of N rows; None means that F.linear (cuBLAS) is used."""
+    fitting = [tokens for n, k, tokens in TUNED_LINEAR if (n, k) == (N, K) and tokens >= T]
+    if fitting:
+        return TUNED_LINEAR[N, K, min(fitting)]
+    if T > 64 or N > 65536 or K < 256:
+        return None
+    block_n = 64 if gated else 128
+    tiles = cdiv(N // 2 if gated else N, block_n)
+    # All programs should run at once on Hopper's 132 SMs, and each deserves a few steps of its pipeline.
+    split_k = max(1, min(round(160 / tiles), K // 64 // 4, 16))
+    return LinearOptions(block_n=block_n, split_k=split_k, num_warps=8 if T > 64 and not gated else 4)
+
+
+def linear(
+    x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None, residual_TN: Tensor | None = None,
+    options: LinearOptions | None = None,
+) -> Tensor:
+    """`x @ weight.T (+ bias) (+ residual)` -> y_TN. Sums in fp32 and rounds once; the same input gives the same bits.
+
+    The Triton kernel serves 16-bit tensors of at most 256 rows on CUDA where `linear_options` has a tile for them (or
+    `options` names one); everything else is F.linear.
+    """
+    if options is None:
+        options = _options_for(x_TK, weight_NK)
+    if options is None:
+        return linear_reference(x_TK, weight_NK, bias_N, residual_TN)
+    return linear_triton(x_TK, weight_NK, bias_N, residual_TN, options)
+
+
+def gate_up_silu(x_TK: Tensor, gate_up_I2K: Tensor, options: LinearOptions | None = None) -> Tensor:
+    """silu(x @ gate.T) * (x @ up.T) -> [T, I], for the packed weight whose first I rows are the gate."""
+    if options is None:
+        options = _options_for(x_TK, gate_up_I2K, gated=True)
+    if options is None:
+        return silu_mul(F.linear(x_TK, gate_up_I2K))
+    return gate_up_silu_triton(x_TK, gate_up_I2K, options)
+
+
+def linear_add_norm(
+    x_TK: Tensor, weight_NK: Tensor, residual_TN: Tensor, norm_weight_N: Tensor, eps: float,
+    options: LinearOptions | None = None,
+) -> tuple[Tensor, Tensor]:
+    """A projection to the hidden size and the norm behind it -> (normed_TN, total_TN), total = x @ weight.T + residual.
+
+    The projection leaves its split sums over K in fp32 and the norm adds them up: no program waits for another.
+    """
+    if options is None:
+        options = _options_for(x_TK, weight_NK)
+    if options is None:
+        return rms_norm(F.linear(x_TK, weight_NK), norm_weight_N, eps, residual_TN)
+    return linear_add_norm_triton(x_TK, weight_NK, residual_TN, norm_weight_N, eps, options)
+
+
+def _options_for(x_TK: Tensor, weight_NK: Tensor, gated: bool = False) -> LinearOptions | None:
+    if not use_triton(x_TK) or x_TK.dtype not in (torch.bfloat16, torch.float16) or len(x_TK) > MAX_SKINNY_TOKENS:
+        return None
+    return linear_options(len(x_TK), *weight_NK.shape, gated)
+
+
+def linear_reference(x_TK, weight_NK, bias_N=None, residual_TN=None) -> Tensor:
+    y_TN = F.linear(x_TK, weight_NK, bias_N)
+    return y_TN if residual_TN is None else y_TN + residual_TN
+
+
+def gate_up_silu_reference(x_TK, gate_up_I2K) -> Tensor:
+    return silu_mul_reference(F.linear(x_TK, gate_up_I2K))
+
+
+def linear_add_norm_reference(x_TK, weight_NK, residual_TN, norm_weight_N, eps):
+    return rms_norm_reference(F.linear(x_TK, weight_NK), norm_weight_N, eps, residual_TN)
+
+
+@jit
+def _store_linear(
+    acc, acc_up, bias_ptr, residual_ptr, y_ptr, n, t, T, residual_stride,
+    N: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+):
+    mask = (n < N)[:, None] & (t < T)[None, :]
+    if GATED:
+        acc = acc / (1.0 + tl.exp(-acc)) * acc_up
+    if HAS_BIAS:
+        acc += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
+    if HAS_RESIDUAL:
+        acc += tl.load(residual_ptr + t[None, :] * residual_stride + n[:, None], mask=mask, other=0.0).to(tl.float32)
+    tl.store(y_ptr + t[None, :] * N + n[:, None], acc.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@jit
+def _prefetch_rows(row_ptrs, begin, end, BLOCK_K: tl.constexpr, STEPS: tl.constexpr):
+    """Ask L2 for the first STEPS tiles of the columns begin ... end, one 128-byte line per 64 columns."""
+    for i in tl.static_range(STEPS * BLOCK_K // 64):
+        lines = row_ptrs + tl.minimum(begin + i * 64, end - 64)
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [lines], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+@jit
+def _skinny_linear_kernel(
+    x_ptr, weight_ptr, bias_ptr, residual_ptr, y_ptr, partial_ptr, arrivals_ptr, T, x_stride, weight_stride,
+    residual_stride, N: tl.constexpr, K: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, KEEP_SPLIT: tl.constexpr, SPLIT_K: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr, PREFETCH_STEPS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """y^T = weight x^T: weight rows lie along the tensor core's 64-row side, the few tokens along its narrow one.
+
+    KEEP_SPLIT writes the fp32 sums of each split to y [SPLIT_K, T, N]; otherwise the last program of a tile to finish
+    adds its splits up, in order. GATED: weight rows [N gates | N ups].
+    """
+    tile_n, split, tile_t = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    t = tile_t * BLOCK_T + tl.arange(0, BLOCK_T)
+    steps: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    first, last = split * steps // SPLIT_K, (split + 1) * steps // SPLIT_K
+    if PDL and K >= 64:
+        # Weights don't depend on the kernel before: fetching them while it drains is no read of its output.
+        row_ptrs = weight_ptr + tl.minimum(n, N - 1).to(tl.int64) * weight_stride
+        begin, end = first * BLOCK_K, tl.minimum(last * BLOCK_K, K)
+        _prefetch_rows(row_ptrs, begin, end, BLOCK_K, PREFETCH_STEPS)
+        if GATED:
+            _prefetch_rows(row_ptrs + N * weight_stride.to(tl.int64), begin, end, BLOCK_K, PREFETCH_STEPS)
+    wait_for_inputs(PDL)
+    weight_rows = weight_ptr + n.to(tl.int64)[:, None] * weight_stride
+    x_columns = x_ptr + t[None, :] * x_stride
+    acc = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
+    acc_up = acc
+    for step in tl.range(first, last, num_stages=NUM_STAGES):
+        k = step * BLOCK_K + tl.arange(0, BLOCK_K)
+        mask_w = (n < N)[:, None] & (k < K)[None, :]
+        x = tl.load(x_columns + k[:, None], mask=(t < T)[None, :] & (k < K)[:, None], other=0.0)
+        w_ptrs = weight_rows + k[None, :]
+        if N % BLOCK_N == 0 and K % BLOCK_K == 0:
+            w = tl.load(w_ptrs, eviction_policy="evict_first")
+        else:
+            w = tl.load(w_ptrs, mask=mask_w, other=0.0, eviction_policy="evict_first")
+        acc = tl.dot(w, x, acc, input_precision="ieee")
+        if GATED:
+            w_ptrs += N * weight_stride.to(tl.int64)
+            if N % BLOCK_N == 0 and K % BLOCK_K == 0:
+                w_up = tl.load(w_ptrs, eviction_policy="evict_first")
+            else:
+                w_up = tl.load(w_ptrs, mask=mask_w, other=0.0, eviction_policy="evict_first")
+            acc_up = tl.dot(w_up, x, acc_up, input_precision="ieee")
+
+    if KEEP_SPLIT:
+        mask = (n < N)[:, None] & (t < T)[None, :]
+        tl.store(y_ptr + (split * T + t)[None, :] * N + n[:, None], acc, mask=mask)
+    elif SPLIT_K == 1:
+        _store_linear(
+            acc, acc_up, bias_ptr, residual_ptr, y_ptr, n, t, T, residual_stride, N, GATED, HAS_BIAS, HAS_RESIDUAL
+        )
+    else:
+        tile = tile_t * tl.num_programs(0) + tile_n
+        offsets = tl.arange(0, BLOCK_N)[:, None] * BLOCK_T + tl.arange(0, BLOCK_T)[None, :]
+        halves: tl.constexpr = 2 if GATED else 1
+        partial_ptr += tile.to(tl.int64) * (SPLIT_K * halves * BLOCK_N * BLOCK_T) + offsets
+        tl.store(partial_ptr + split * (halves * BLOCK_N * BLOCK_T), acc)
+        if GATED:
+            tl.store(partial_ptr + (split * halves + 1) * (BLOCK_N * BLOCK_T), acc_up)
+        tl.debug_barrier()  # all of the program's partial sums are out before it counts itself
+        arrived = tl.atomic_add(arrivals_ptr + tile, 1, sem="acq_rel")
+        if arrived == SPLIT_K - 1:
+            tl.store(arrivals_ptr + tile, 0)
+            total = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
+            total_up = total
+            for i in tl.range(0, SPLIT_K):
+                total += tl.load(partial_ptr + i * (halves * BLOCK_N * BLOCK_T), cache_modifier=".cg")
+                if GATED:
+                    total_up += tl.load(partial_ptr + (i * halves + 1) * (BLOCK_N * BLOCK_T), cache_modifier=".cg")
+            _store_linear(
+                total, total_up, bias_ptr, residual_ptr, y_ptr, n, t, T, residual_stride, N, GATED, HAS_BIAS,
+                HAS_RESIDUAL,
+            )
+
+
+@jit
+def _add_norm_kernel(
+    partial_ptr, residual_ptr, weight_ptr, y_ptr, total_ptr, eps, T, residual_stride,
+    N: tl.constexpr, SPLIT_K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):
+    wait_for_inputs(PDL)
+    row = tl.program_id(0)
+    cols = tl.arange(0, BLOCK)
+    mask = cols < N
+    weight = tl.load(weight_ptr + cols, mask=mask, other=0.0).to(tl.float32)
+    total = tl.load(residual_ptr + row * residual_stride + cols, mask=mask, other=0.0).to(tl.float32)
+    for split in tl.static_range(SPLIT_K):
+        total += tl.load(partial_ptr + (split * T + row) * N + cols, mask=mask, other=0.0)
+    total = total.to(total_ptr.dtype.element_ty)
+    tl.store(total_ptr + row * N + cols, total, mask=mask)
+    total = total.to(tl.float32)
+    normed = total * tl.rsqrt(tl.sum(total * total) / N + eps)
+    normed = normed.to(y_ptr.dtype.element_ty).to(tl.float32)
+    tl.store(y_ptr + row * N + cols, (normed * weight).to(y_ptr.dtype.element_ty), mask=mask)
+
+
+_arrivals: dict[torch.device, Tensor] = {}
+
+
+def _tile_arrivals(device: torch.device, tiles: int) -> Tensor:
+    """Counters of finished splits: zero between launches, shared by all products of a device (one stream at a time)."""
+    if device not in _arrivals or len(_arrivals[device]) < tiles:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("split-K linear: run the step once before capturing it, so that its counters exist")
+        _arrivals[device] = torch.zeros(max(tiles, 4096), dtype=torch.int32, device=device)
+    return _arrivals[device]
+
+
+def _launch_skinny_linear(x_TK, weight, bias_N, residual_TN, y, N, gated, keep_split, options: LinearOptions) -> None:
+    T, K = x_TK.shape
+    assert x_TK.stride(1) == weight.stride(1) == 1 and weight.shape[1] == K
+    assert residual_TN is None or residual_TN.stride(1) == 1
+    block_t = min(max(next_power_of_2(T), 16), 128 if gated else 256)
+    tiles_n, tiles_t = cdiv(N, options.block_n), cdiv(T, block_t)
+    partial = arrivals = x_TK
+    if options.split_k > 1 and not keep_split:
+        size = tiles_n * tiles_t * options.split_k * (2 if gated else 1) * options.block_n * block_t
+        partial = torch.empty(size, dtype=torch.float32, device=x_TK.device)
+        arrivals = _tile_arrivals(x_TK.device, tiles_n * tiles_t)
+    _skinny_linear_kernel[(tiles_n, options.split_k, tiles_t)](
+        x_TK, weight, x_TK if bias_N is None else bias_N, x_TK if residual_TN is None else residual_TN, y, partial,
+        arrivals, T, x_TK.stride(0), weight.stride(0), 0 if residual_TN is None else residual_TN.stride(0), N=N, K=K,
+        GATED=gated, HAS_BIAS=bias_N is not None, HAS_RESIDUAL=residual_TN is not None, KEEP_SPLIT=keep_split,
+        SPLIT_K=options.split_k, BLOCK_N=options.block_n, BLOCK_T=block_t, BLOCK_K=options.block_k,
+        NUM_STAGES=options.num_stages, PREFETCH_STEPS=options.prefetch_steps, num_warps=options.num_warps, **pdl_options(),
+    )
+
+
+def linear_triton(x_TK, weight_NK, bias_N=None, residual_TN=None, options: LinearOptions = LinearOptions()) -> Tensor:
+    N = len(weight_NK)
+    y_TN = x_TK.new_empty((len(x_TK), N))
+    _launch_skinny_linear(x_TK, weight_NK, bias_N, residual_TN, y_TN, N, False, False, options)
+    return y_TN
+
+
+def gate_up_silu_triton(x_TK, gate_up_I2K, options: LinearOptions = LinearOptions(block_n=64)) -> Tensor:
+    I = len(gate_up_I2K) // 2
+    y_TI = x_TK.new_empty((len(x_TK), I))
+    _launch_skinny_linear(x_TK, gate_up_I2K, None, None, y_TI, I, True, False, options)
+    return y_TI
+
+
+def linear_add_norm_triton(x_TK, weight_NK, residual_TN, norm_weight_N, eps, options: LinearOptions = LinearOptions()):
+    T, N = len(x_TK), len(weight_NK)
+    partial_STN = torch.empty((options.split_k, T, N), dtype=torch.float32, device=x_TK.device)
+    _launch_skinny_linear(x_TK, weight_NK, None, None, partial_STN, N, False, True, options)
+    total_TN, normed_TN = torch.empty_like(residual_TN), torch.empty_like(residual_TN)
+    block = next_power_of_2(N)
+    _add_norm_kernel[(T,)](
+        partial_STN, residual_TN, norm_weight_N, normed_TN, total_TN, eps, T, residual_TN.stride(0), N=N,
+        SPLIT_K=options.split_k, BLOCK=block, num_warps=min(max(block // 256, 1), 16), **pdl_options(),
+    )
+    return normed_TN, total_TN

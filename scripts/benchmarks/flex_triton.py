@@ -1,0 +1,52 @@
+"""What the kernel files share: Triton if there is any, the choice between kernel and reference, dependent launch.
+
+Every op of those files comes three times: `op_triton` (the kernel), `op_reference` (plain PyTorch of the same signature: what
+the kernel is tested against, and what runs on a CPU) and `op`, which picks one by the tensor's device and whose docstring is
+the contract. All kernels are safe inside a CUDA graph: grids depend on shapes only, lengths and filters are read on the GPU,
+outputs are allocated by the op. Set TRITON_INTERPRET=1 before the first import to run the kernels themselves on a CPU.
+
+Shape suffixes: T tokens, B decode rows, C hidden, I intermediate, E packed q|k|v width, H query heads, D head size, N token
+slots of the pool (num_pages * page_size) or output features, K input features, P pages of a row, R rotary dims, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # no Triton wheel for this platform: the references run instead
+    triton = tl = None
+
+
+def jit(fn):
+    return triton.jit(fn) if triton is not None else fn
+
+
+def use_triton(x: Tensor) -> bool:
+    return x.is_cuda and triton is not None
+
+
+# Programmatic dependent launch: a kernel starts while the one before it drains, and waits before its first read.
+# Captured in CUDA graphs too. None of the kernels may read or write memory before wait_for_inputs.
+PDL = False
+
+
+def pdl_options() -> dict[str, bool]:
+    return {"PDL": PDL, "launch_pdl": PDL}
+
+
+@jit
+def wait_for_inputs(PDL: tl.constexpr):
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+def cdiv(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def next_power_of_2(n: int) -> int:
+    return 1 << max(n - 1, 0).bit_length()
