@@ -98,6 +98,47 @@ def float_weight(module: nn.Module) -> Tensor:
     return nf4_dequantize(codes, block_scales(state).T.contiguous(), state.dtype)
 
 
+def load_4bit(name: str, dtype: torch.dtype, device: torch.device, **options) -> nn.Module:
+    """A hub model or local folder in NF4 with double quantization, or as it was quantized before; `options` go to from_pretrained.
+
+    Checkpoints quantized already often come without `lm_head`: it is the embedding where the config ties the two, and an error
+    otherwise, as is any other weight that is missing.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
+
+    if getattr(AutoConfig.from_pretrained(name, **options), "quantization_config", None) is None:
+        options["quantization_config"] = BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype
+        )
+    model, info = AutoModelForCausalLM.from_pretrained(
+        name, dtype=dtype, device_map={"": device}, output_loading_info=True, **options
+    )
+    if model.config.get_text_config().tie_word_embeddings:
+        model.tie_weights()
+        if model.get_output_embeddings().weight is not model.get_input_embeddings().weight:
+            raise ValueError(f"{name}: the config ties lm_head to the embedding, and the loaded model does not")
+    if info["missing_keys"]:
+        raise ValueError(f"{name} lacks {', '.join(sorted(info['missing_keys'])[:3])}; its config does not tie it to another weight")
+    keep_storage_layout(model)
+    return model.eval()
+
+
+def quantize_nf4(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Makes every linear but lm_head a bitsandbytes layer, in place: what `load_4bit` gives, for weights that no file holds."""
+    from bitsandbytes.nn import Linear4bit, Params4bit
+
+    for parent in list(model.modules()):
+        for name, linear in parent.named_children():
+            if type(linear) is nn.Linear and linear is not model.get_output_embeddings():
+                layer = Linear4bit(linear.in_features, linear.out_features, compute_dtype=dtype, quant_type="nf4", device="meta")
+                weight = Params4bit(linear.weight.data, requires_grad=False, quant_type="nf4", module=layer)
+                layer.weight, layer.bias = weight.to(linear.weight.device), linear.bias
+                setattr(parent, name, layer)
+    model.is_loaded_in_4bit = True  # what PEFT looks at to choose its own 4-bit layers
+    keep_storage_layout(model)
+    return model
+
+
 class NF4Projection(Product):
     """y = x Wᵀ + b over packed NF4 weights: fused for the few rows of a decode step, dequantized for a prefill."""
 
