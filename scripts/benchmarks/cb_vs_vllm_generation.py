@@ -205,8 +205,8 @@ def run_backend(args: argparse.Namespace, name: str) -> None:
     started = time.perf_counter()
     try:
         peer = PEERS[name](args, config, workloads)
-    except ValueError as error:
-        fail(f"{name}: {error}")
+    except (ValueError, ImportError) as error:
+        fail(f"--backend {name}: {str(error).strip().splitlines()[0]}")
     startup_seconds = time.perf_counter() - started
     note(f"{name}: ready after {startup_seconds:.1f} s")
 

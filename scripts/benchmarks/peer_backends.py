@@ -21,6 +21,7 @@ import torch
 from transformers import CompileConfig, ContinuousBatchingConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from embedded_model import embedded_model_path
+import flash_attn_fa4_shim
 import flex_memory
 from flex_cli import EMBEDDED, default_device, engine_config, find_config, load_model, resolve_dtype, sampling_params
 from flex_engine import EngineConfig, EngineStats, FlexEngine, HFWalker, SamplingParams, Walker
@@ -281,6 +282,8 @@ class HFNaive(Peer):
     def load(self) -> PreTrainedModel:
         model, _ = load_model(self.args)
         if self.args.attn_impl:
+            if self.args.attn_impl == flash_attn_fa4_shim.IMPLEMENTATION:
+                flash_attn_fa4_shim.install()
             model.set_attn_implementation(self.args.attn_impl)
         return unwrapped(with_adapter(model, self.args))
 

@@ -10,9 +10,10 @@ and all n completions of a prompt (`generate_batch` returns the first of `num_re
 from __future__ import annotations
 
 import argparse
+import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
@@ -75,7 +76,7 @@ def collect(manager: ContinuousBatchingManager, count: int) -> dict[str, list[in
 
 def sampling_config(temperature: float, top_k: int, top_p: float, min_p: float, n: int = 1) -> GenerationConfig:
     """Lengths forced: no id ends a sequence. Filters that are off stay out of the config, as they would cost a pass over the logits."""
-    options = {"do_sample": temperature > 0, "num_return_sequences": n, "eos_token_id": -1, "pad_token_id": 0, "top_k": 0}
+    options = {"do_sample": temperature > 0, "num_return_sequences": n, "eos_token_id": -1, "pad_token_id": 0}
     if temperature > 0:
         options |= {"temperature": temperature, "top_k": top_k}
         options |= {"top_p": top_p} if top_p < 1 else {}
@@ -93,3 +94,58 @@ def batching_config(
     blocks = n * sum(-(-(len(prompt) + limit) // block_size) + 1 for prompt, limit in zip(prompts, max_tokens))
     tokens = min(1024, n * sum(map(len, prompts)))
     return ContinuousBatchingConfig(block_size=block_size, num_blocks=blocks, max_batch_tokens=max(tokens, n * len(prompts)))
+
+
+def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
+    from flex_cli import add_model_arguments, add_prompt_arguments, integer
+
+    add_model_arguments(parser, default_model="unsloth/Qwen3-4B-Base")
+    add_prompt_arguments(parser)
+    group = parser.add_argument_group("run")
+    group.add_argument("--max_new_tokens", metavar="N", type=integer(1), default=128, help="of every completion")
+    group.add_argument("--n_rounds", metavar="N", type=integer(1), default=3, help="calls of each kind, after one to warm up")
+    group.add_argument("--seed", metavar="N", type=integer(0), default=0, help="of dummy weights")
+    group.add_argument(
+        "--capture_cudagraph", action=argparse.BooleanOptionalAction, default=None, help="default: where there is a GPU"
+    )
+
+
+def load_bench(args: argparse.Namespace) -> tuple[PreTrainedModel, list[list[int]]]:
+    """The model and the prompts' token ids that the flags ask for."""
+    from flex_cli import load_model, load_prompts, template_prompts
+
+    raw = load_prompts(args)
+    model, tokenizer = load_model(args)
+    model.generation_config = GenerationConfig()
+    prompts = template_prompts(args, raw, model.config, tokenizer)
+    return model, [prompt.token_ids for prompt in prompts if prompt.error is None]
+
+
+def bench(name: str, generate: Callable[[], list[list[int]]], n_rounds: int) -> None:
+    """Prints the first call's seconds, with whatever it sets up, and the median rate of the others."""
+    started = time.perf_counter()
+    generate()
+    first, rates = time.perf_counter() - started, []
+    for _ in range(n_rounds):
+        started = time.perf_counter()
+        tokens = sum(map(len, generate()))
+        rates.append(tokens / (time.perf_counter() - started))
+    print(f"{name:<44}{statistics.median(rates):9.1f} tok/s median of {n_rounds}, first call {first:.1f} s")
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_bench_arguments(parser)
+    args = parser.parse_args(argv)
+    model, prompts = load_bench(args)
+    lengths = [args.max_new_tokens] * len(prompts)
+    config = batching_config(model.device, prompts, lengths, use_cuda_graph=args.capture_cudagraph)
+    for name, persistent in (("a manager per call, as generate_batch", False), ("one manager, kept", True)):
+        batching = PersistentCB(model, sampling_config(0.0, 0, 1.0, 0.0), config, persistent)
+        bench(name, lambda: batching.generate(prompts, lengths), args.n_rounds)
+        batching.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
