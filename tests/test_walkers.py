@@ -286,13 +286,14 @@ def test_tied_weights_stay_tied():
     assert tokens_of(engine, prompts) == greedy_of(unshared(model), prompts)
 
 
-def with_lora(model, seed: int = 0):
+def with_lora(model):
     """A LoRA that is not a no-op."""
-    wrapped = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules="all-linear"))
-    generator = torch.Generator().manual_seed(seed)
-    for name, parameter in wrapped.named_parameters():
-        if "lora_B" in name:
-            parameter.data.normal_(std=0.05, generator=generator)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        wrapped = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules="all-linear"))
+        for name, parameter in wrapped.named_parameters():
+            if "lora_B" in name:
+                parameter.data.normal_(std=0.05)
     return wrapped.eval()
 
 
