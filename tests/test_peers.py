@@ -246,7 +246,7 @@ def test_percent_of_vllm_needs_the_same_contents_and_lora(stats_path):
     (own,), (rival,) = harness.read_runs([str(stats_path)]), harness.read_runs([str(stats_path)])
     rival.backend = "vllm"
     assert harness.percent_of_vllm(own, [own, rival]) == pytest.approx(100)
-    rival.lora = {"adapter": "a"}
+    rival.lora = {"adapter": "a", "mode": "unmerged"}
     assert harness.percent_of_vllm(own, [own, rival]) is None
     rival.lora, rival.fingerprint = None, "other prompts"
     assert harness.percent_of_vllm(own, [own, rival]) is None

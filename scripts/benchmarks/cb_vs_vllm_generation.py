@@ -217,7 +217,7 @@ def run_backend(args: argparse.Namespace, name: str) -> None:
             device=card.name() if card else device_name(default_device()), versions=library_versions(),
             config=run_config(args, workload), workload=workload.name, fingerprint=workload.fingerprint,
             num_sequences=workload.num_sequences, startup_seconds=startup_seconds,
-            lora={"adapter": args.lora_adapter} if args.lora_adapter else None,
+            lora={"adapter": args.lora_adapter, "mode": lora_mode(args, name)} if args.lora_adapter else None,
         )  # fmt: skip
         completions = measure(stats, peer, workload, args)
         stats.card_gb = card.taken_gb() if card else None
@@ -225,6 +225,12 @@ def run_backend(args: argparse.Namespace, name: str) -> None:
         finished.append(stats)
         save(finished, args.stats_path)
     print(f"stats: {args.stats_path}")
+
+
+def lora_mode(args: argparse.Namespace, name: str) -> str:
+    if name != "flex" or args.no_merge_lora:
+        return "unmerged"
+    return args.lora_mode or ("active" if args.load_in_4bit else "merged")
 
 
 def run_config(args: argparse.Namespace, workload: Workload) -> dict[str, object]:
@@ -369,7 +375,7 @@ def label(stats: PeerStats) -> str:
     config = stats.config
     marks = [name for name in ("persistent_cb", "enforce_eager") if config.get(name)]
     marks += ["no prefix caching"] if stats.backend == "vllm" and not config.get("prefix_caching") else []
-    marks += ["LoRA"] if stats.lora else []
+    marks += [f"LoRA {stats.lora['mode']}"] if stats.lora else []
     marks += ["4-bit"] if config.get("load_in_4bit") else []
     return " + ".join([stats.backend, *marks])
 
