@@ -95,6 +95,12 @@ def test_every_backend_applies_the_adapter(adapter, workload, embedded, embedded
         assert completions_of(name, workload, embedded[0], "--lora_adapter", adapter) == adapted, name
 
 
+def test_four_bit_weights(workload, embedded, expected):
+    """In the engine as in transformers; one token of difference would show a weight that was not quantized, or not the same way."""
+    flex, naive = (completions_of(name, workload, embedded[0], "--load_in_4bit") for name in ("flex", "hf_naive"))
+    assert flex == naive != expected
+
+
 @pytest.mark.parametrize("name", ON_CPU)
 def test_groups_come_prompt_by_prompt_and_differ(name, workload, embedded):
     group = Workload("groups 2x3", workload.prompts[:2], [6, 6], n=3)

@@ -25,6 +25,7 @@ import flash_attn_fa4_shim
 import flex_memory
 from flex_cli import EMBEDDED, default_device, engine_config, find_config, load_model, resolve_dtype, sampling_params
 from flex_engine import EngineConfig, EngineStats, FlexEngine, HFWalker, SamplingParams, Walker
+from flex_nf4 import load_4bit, quantize_nf4
 from lora_adapters import load_adapter
 from persistent_cb import PersistentCB, batching_config, sampling_config
 from prompts import Prompt
@@ -123,8 +124,7 @@ class Flex(Peer):
 
     def __init__(self, args: argparse.Namespace, config: PreTrainedConfig, workloads: Sequence[Workload]):
         super().__init__(args, config, workloads)
-        model, _ = load_model(args)
-        self.walker = make_walker(with_adapter(model, args), args)
+        self.walker = make_walker(with_adapter(load_base(args), args), args)
         self.engine: FlexEngine | None = None
 
     def start(self, workload: Workload) -> None:
@@ -214,6 +214,8 @@ class Vllm(Peer):
     def refusal(cls, args: argparse.Namespace) -> str | None:
         if args.load_in_4bit and args.load_format == "dummy":
             return "vLLM quantizes checkpoints as it loads them: --load_in_4bit needs a real model"
+        if args.lora_adapter and not (Path(args.lora_adapter) / "adapter_config.json").is_file():
+            return f"--lora_adapter {args.lora_adapter} is no local folder with an adapter, which is what vLLM is given"
         return super().refusal(args)
 
     def _model_path(self) -> str:
@@ -280,7 +282,7 @@ class HFNaive(Peer):
         self.model.generation_config = GenerationConfig()
 
     def load(self) -> PreTrainedModel:
-        model, _ = load_model(self.args)
+        model = load_base(self.args)
         if self.args.attn_impl:
             if self.args.attn_impl == flash_attn_fa4_shim.IMPLEMENTATION:
                 flash_attn_fa4_shim.install()
@@ -386,6 +388,17 @@ class Unsloth(HFNaive):
 def unwrapped(model: torch.nn.Module) -> PreTrainedModel:
     """The model itself where PEFT has wrapped it; LoRA layers stay inside."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def load_base(args: argparse.Namespace) -> PreTrainedModel:
+    """The model of the flags, without its adapter."""
+    if not args.load_in_4bit:
+        return load_model(args)[0]
+    device = default_device()
+    dtype = resolve_dtype(args.dtype, device)
+    if args.load_format == "dummy":
+        return quantize_nf4(load_model(args)[0], dtype)
+    return load_4bit(str(embedded_model_path()) if args.model_name == EMBEDDED else args.model_name, dtype, device)
 
 
 def with_adapter(model: PreTrainedModel, args: argparse.Namespace) -> torch.nn.Module:
