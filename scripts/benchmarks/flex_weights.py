@@ -27,7 +27,7 @@ class Slot:
 
     def parameters(self) -> list[nn.Parameter]:
         """One, unless a tied weight's places were given parameters of their own."""
-        return list({id(p): p for p in (module._parameters[name] for module, name in self.owners)}.values())
+        return list({id(p): p for p in (getattr(module, name) for module, name in self.owners)}.values())
 
     def holds(self, parameter: nn.Parameter) -> bool:
         same_kind = parameter.dtype == self.tensor.dtype and parameter.shape == self.tensor.shape
@@ -42,7 +42,7 @@ class SharedWeights:
         self.slots: dict[int, Slot] = {}
         self._owners: dict[int, list[tuple[nn.Module, str]]] = {}
         for module in model.modules():
-            for name, parameter in module._parameters.items():
+            for name, parameter in (*module._parameters.items(), *module._buffers.items()):
                 if parameter is not None:
                     self._owners.setdefault(id(parameter), []).append((module, name))
 
@@ -52,8 +52,8 @@ class SharedWeights:
     def holds(self, parameter: nn.Parameter) -> bool:
         return id(parameter) in self.slots
 
-    def hold(self, parameter: nn.Parameter) -> Tensor:
-        """The slot of one parameter: its own storage, or a copy where dtype or device differ."""
+    def hold(self, parameter: nn.Parameter | Tensor) -> Tensor:
+        """The slot of one parameter or buffer: its own storage, or a copy where dtype or device differ."""
         if id(parameter) not in self.slots:
             self.refuse_sharded(parameter)
             shared = parameter.dtype == self.dtype and parameter.device == self.device
