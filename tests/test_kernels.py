@@ -437,6 +437,33 @@ def test_linear_add_norm(T, N, K, split_k):
         assert_close(actual, wanted)
 
 
+@pytest.mark.parametrize("dtype", HALF_TYPES)
+@pytest.mark.parametrize("T, N, K, split_k", [(1, 64, 64, 1), (5, 100, 200, 4), (17, 130, 96, 2)])
+def test_folded_norm(T, N, K, split_k, dtype):
+    """A projection that leaves the norm's division to the next one, and every way to read what it left."""
+    x, weight = randn(T, K, dtype=dtype), randn(N, K, dtype=dtype, scale=K**-0.5)
+    residual, norm_weight = randn(T, N, dtype=dtype, scale=5.0), randn(N, dtype=dtype)
+    args = (x, weight, residual, norm_weight, 1e-6)
+    for _ in range(2):  # the second launch finds the counters at zero again
+        normed, total = flex_linear.linear_fold_norm_triton(*args, small_options(split_k))
+    normed_reference, total_reference = flex_linear.linear_fold_norm_reference(*args)
+    assert_close(total, total_reference)
+    assert_close(normed.weighted_TC, normed_reference.weighted_TC)
+    torch.testing.assert_close(normed.squares_ST.sum(0), normed_reference.squares_ST.sum(0), rtol=1e-2, atol=0)
+    plain, _ = flex_linear.linear_add_norm_reference(*args)
+    for left in (normed, normed_reference):
+        scaled = flex_linear._scale_rows_triton(left.weighted_TC, left.squares_ST, left.eps)
+        assert_close(scaled, plain)
+        assert_close(flex_linear.plain(left), plain)
+        for consumer_split in (1, 2):
+            options = small_options(consumer_split)
+            following, bias = randn(2 * 70, N, dtype=dtype, scale=N**-0.5), randn(2 * 70, dtype=dtype)
+            y = flex_linear.linear_triton(left, following, bias, options=options)
+            assert_close(y, flex_linear.linear_reference(plain, following, bias))
+            y = flex_linear.gate_up_silu_triton(left, following, options)
+            assert_close(y, flex_linear.gate_up_silu_reference(plain, following))
+
+
 @pytest.mark.parametrize("batch", [2, 3, 5])
 def test_a_steps_two_ends(batch):
     """Rows gathered from slots and moved on, kernel against reference, padded rows (slot 0) among them."""

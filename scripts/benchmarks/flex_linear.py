@@ -39,9 +39,44 @@ TUNED_LINEAR: dict[tuple[int, int, int], LinearOptions | None] = {
     (2560, 9728, 32): LinearOptions(64, 128, 4, 4, 4),
     (2560, 9728, 64): _DOWN,
     (2560, 9728, 256): None,
+    # The same with the A of a rank-32 adapter beneath each part (flex_lora.py).
+    (6240, 2560, 8): LinearOptions(64, 128, 2, 4, 4),
+    (6240, 2560, 256): None,
+    (2592, 4096, 64): _O,
+    (2592, 4096, 256): None,
+    (19520, 2560, 64): LinearOptions(128, 64, 1, 4, 4),
+    (19520, 2560, 256): None,
+    (2592, 9728, 32): LinearOptions(64, 128, 4, 4, 4),
+    (2592, 9728, 64): _DOWN,
+    (2592, 9728, 256): None,
 }
 
 MAX_SKINNY_TOKENS = 256
+
+
+@dataclass(frozen=True)
+class Normed:
+    """An RMS norm whose division is left to its consumer: y = weighted * rsqrt(squares.sum(0) / C + eps), row by row.
+
+    A row's mean square is known only when all of the row is, so a product that norms its own output would have to wait for
+    its other programs. The product that reads it scales its sums instead: (s x) Wᵀ = s (x Wᵀ).
+    """
+
+    weighted_TC: Tensor  # total * norm weight, rounded once
+    squares_ST: Tensor  # fp32 sums of squares of total, one for each tile of the row
+    eps: float
+
+    def __len__(self) -> int:
+        return len(self.weighted_TC)
+
+    def plain(self) -> Tensor:
+        """The normed rows themselves."""
+        run = _scale_rows_triton if use_triton(self.weighted_TC) else _scale_rows_reference
+        return run(self.weighted_TC, self.squares_ST, self.eps)
+
+
+def plain(x: Tensor | Normed) -> Tensor:
+    return x.plain() if isinstance(x, Normed) else x
 
 
 def linear_options(T: int, N: int, K: int, gated: bool = False) -> LinearOptions | None:
@@ -59,7 +94,7 @@ def linear_options(T: int, N: int, K: int, gated: bool = False) -> LinearOptions
 
 
 def linear(
-    x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None, residual_TN: Tensor | None = None,
+    x_TK: Tensor | Normed, weight_NK: Tensor, bias_N: Tensor | None = None, residual_TN: Tensor | None = None,
     options: LinearOptions | None = None,
 ) -> Tensor:
     """`x @ weight.T (+ bias) (+ residual)` -> y_TN. Sums in fp32 and rounds once; the same input gives the same bits.
@@ -68,37 +103,40 @@ def linear(
     `options` names one); everything else is F.linear.
     """
     if options is None:
-        options = _options_for(x_TK, weight_NK)
+        options = options_for(x_TK, weight_NK)
     if options is None:
-        return linear_reference(x_TK, weight_NK, bias_N, residual_TN)
+        return linear_reference(plain(x_TK), weight_NK, bias_N, residual_TN)
     return linear_triton(x_TK, weight_NK, bias_N, residual_TN, options)
 
 
-def gate_up_silu(x_TK: Tensor, gate_up_I2K: Tensor, options: LinearOptions | None = None) -> Tensor:
+def gate_up_silu(x_TK: Tensor | Normed, gate_up_I2K: Tensor, options: LinearOptions | None = None) -> Tensor:
     """silu(x @ gate.T) * (x @ up.T) -> [T, I], for the packed weight whose first I rows are the gate."""
     if options is None:
-        options = _options_for(x_TK, gate_up_I2K, gated=True)
+        options = options_for(x_TK, gate_up_I2K, gated=True)
     if options is None:
-        return silu_mul(F.linear(x_TK, gate_up_I2K))
+        return silu_mul(F.linear(plain(x_TK), gate_up_I2K))
     return gate_up_silu_triton(x_TK, gate_up_I2K, options)
 
 
 def linear_add_norm(
     x_TK: Tensor, weight_NK: Tensor, residual_TN: Tensor, norm_weight_N: Tensor, eps: float,
     options: LinearOptions | None = None,
-) -> tuple[Tensor, Tensor]:
-    """A projection to the hidden size and the norm behind it -> (normed_TN, total_TN), total = x @ weight.T + residual.
+) -> tuple[Tensor | Normed, Tensor]:
+    """A projection to the hidden size and the norm behind it -> (normed, total_TN), total = x @ weight.T + residual.
 
-    The projection leaves its split sums over K in fp32 and the norm adds them up: no program waits for another.
+    Where the Triton kernel serves bf16, the norm costs no kernel of its own and comes as `Normed`. fp16 gets the plain norm:
+    total * norm weight may exceed its range.
     """
     if options is None:
-        options = _options_for(x_TK, weight_NK)
+        options = options_for(x_TK, weight_NK)
     if options is None:
         return rms_norm(F.linear(x_TK, weight_NK), norm_weight_N, eps, residual_TN)
-    return linear_add_norm_triton(x_TK, weight_NK, residual_TN, norm_weight_N, eps, options)
+    run = linear_fold_norm_triton if x_TK.dtype == torch.bfloat16 else linear_add_norm_triton
+    return run(x_TK, weight_NK, residual_TN, norm_weight_N, eps, options)
 
 
-def _options_for(x_TK: Tensor, weight_NK: Tensor, gated: bool = False) -> LinearOptions | None:
+def options_for(x: Tensor | Normed, weight_NK: Tensor, gated: bool = False) -> LinearOptions | None:
+    x_TK = x.weighted_TC if isinstance(x, Normed) else x
     if not use_triton(x_TK) or x_TK.dtype not in (torch.bfloat16, torch.float16) or len(x_TK) > MAX_SKINNY_TOKENS:
         return None
     return linear_options(len(x_TK), *weight_NK.shape, gated)
@@ -117,19 +155,44 @@ def linear_add_norm_reference(x_TK, weight_NK, residual_TN, norm_weight_N, eps):
     return rms_norm_reference(F.linear(x_TK, weight_NK), norm_weight_N, eps, residual_TN)
 
 
+def linear_fold_norm_reference(x_TK, weight_NK, residual_TN, norm_weight_N, eps) -> tuple[Normed, Tensor]:
+    total_TN = linear_reference(x_TK, weight_NK, None, residual_TN)
+    weighted_TN = (total_TN.float() * norm_weight_N.float()).to(total_TN.dtype)
+    return Normed(weighted_TN, total_TN.float().square().sum(-1)[None], eps), total_TN
+
+
+def _scale_rows_reference(weighted_TC, squares_ST, eps) -> Tensor:
+    scale_T = torch.rsqrt(squares_ST.sum(0) / weighted_TC.shape[1] + eps)
+    return (weighted_TC.float() * scale_T[:, None]).to(weighted_TC.dtype)
+
+
 @jit
 def _store_linear(
-    acc, acc_up, bias_ptr, residual_ptr, y_ptr, n, t, T, residual_stride,
-    N: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    acc, acc_up, squares, bias_ptr, residual_ptr, norm_ptr, y_ptr, total_ptr, squares_ptr, n, t, tile_n, T, residual_stride,
+    eps, N: tl.constexpr, K: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    SCALED: tl.constexpr, FOLD_NORM: tl.constexpr,
 ):
     mask = (n < N)[:, None] & (t < T)[None, :]
+    out_offsets = t[None, :] * N + n[:, None]
+    dtype = y_ptr.dtype.element_ty
+    if SCALED:
+        scale = tl.rsqrt(tl.sum(squares, axis=0) / K + eps)[None, :]
+        acc *= scale
+        if GATED:
+            acc_up *= scale
     if GATED:
         acc = acc / (1.0 + tl.exp(-acc)) * acc_up
     if HAS_BIAS:
         acc += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
     if HAS_RESIDUAL:
         acc += tl.load(residual_ptr + t[None, :] * residual_stride + n[:, None], mask=mask, other=0.0).to(tl.float32)
-    tl.store(y_ptr + t[None, :] * N + n[:, None], acc.to(y_ptr.dtype.element_ty), mask=mask)
+    if FOLD_NORM:
+        total = acc.to(dtype)
+        tl.store(total_ptr + out_offsets, total, mask=mask)
+        acc = total.to(tl.float32)
+        tl.store(squares_ptr + tile_n * T + t, tl.sum(acc * acc, axis=0), mask=t < T)
+        acc *= tl.load(norm_ptr + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
+    tl.store(y_ptr + out_offsets, acc.to(dtype), mask=mask)
 
 
 @jit
@@ -144,14 +207,15 @@ def _prefetch_rows(row_ptrs, begin, end, BLOCK_K: tl.constexpr, STEPS: tl.conste
 
 @jit
 def _skinny_linear_kernel(
-    x_ptr, weight_ptr, bias_ptr, residual_ptr, y_ptr, partial_ptr, arrivals_ptr, T, x_stride, weight_stride,
-    residual_stride, N: tl.constexpr, K: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr, KEEP_SPLIT: tl.constexpr, SPLIT_K: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr, PREFETCH_STEPS: tl.constexpr,
+    x_ptr, x_squares_ptr, weight_ptr, bias_ptr, residual_ptr, norm_ptr, y_ptr, total_ptr, squares_ptr, partial_ptr,
+    arrivals_ptr, T, x_stride, weight_stride, residual_stride, eps, N: tl.constexpr, K: tl.constexpr, GATED: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, X_TILES: tl.constexpr, FOLD_NORM: tl.constexpr,
+    KEEP_SPLIT: tl.constexpr, SPLIT_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_X: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr, PREFETCH_STEPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """y^T = weight x^T: weight rows lie along the tensor core's 64-row side, the few tokens along its narrow one.
 
+    X_TILES > 0: x is a `Normed` of so many sums of squares. FOLD_NORM: y, total and squares are one.
     KEEP_SPLIT writes the fp32 sums of each split to y [SPLIT_K, T, N]; otherwise the last program of a tile to finish
     adds its splits up, in order. GATED: weight rows [N gates | N ups].
     """
@@ -168,6 +232,11 @@ def _skinny_linear_kernel(
         if GATED:
             _prefetch_rows(row_ptrs + N * weight_stride.to(tl.int64), begin, end, BLOCK_K, PREFETCH_STEPS)
     wait_for_inputs(PDL)
+    squares = 0.0
+    if X_TILES > 0:  # asked for before the loop, added up behind it
+        x_tiles = tl.arange(0, BLOCK_X)
+        x_mask = (x_tiles < X_TILES)[:, None] & (t < T)[None, :]
+        squares = tl.load(x_squares_ptr + x_tiles[:, None] * T + t[None, :], mask=x_mask, other=0.0)
     weight_rows = weight_ptr + n.to(tl.int64)[:, None] * weight_stride
     x_columns = x_ptr + t[None, :] * x_stride
     acc = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
@@ -195,7 +264,8 @@ def _skinny_linear_kernel(
         tl.store(y_ptr + (split * T + t)[None, :] * N + n[:, None], acc, mask=mask)
     elif SPLIT_K == 1:
         _store_linear(
-            acc, acc_up, bias_ptr, residual_ptr, y_ptr, n, t, T, residual_stride, N, GATED, HAS_BIAS, HAS_RESIDUAL
+            acc, acc_up, squares, bias_ptr, residual_ptr, norm_ptr, y_ptr, total_ptr, squares_ptr, n, t, tile_n, T,
+            residual_stride, eps, N, K, GATED, HAS_BIAS, HAS_RESIDUAL, X_TILES > 0, FOLD_NORM,
         )
     else:
         tile = tile_t * tl.num_programs(0) + tile_n
@@ -211,13 +281,13 @@ def _skinny_linear_kernel(
             tl.store(arrivals_ptr + tile, 0)
             total = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
             total_up = total
-            for i in tl.range(0, SPLIT_K):
+            for i in tl.static_range(SPLIT_K):  # unrolled: one round trip to L2 for all
                 total += tl.load(partial_ptr + i * (halves * BLOCK_N * BLOCK_T), cache_modifier=".cg")
                 if GATED:
                     total_up += tl.load(partial_ptr + (i * halves + 1) * (BLOCK_N * BLOCK_T), cache_modifier=".cg")
             _store_linear(
-                total, total_up, bias_ptr, residual_ptr, y_ptr, n, t, T, residual_stride, N, GATED, HAS_BIAS,
-                HAS_RESIDUAL,
+                total, total_up, squares, bias_ptr, residual_ptr, norm_ptr, y_ptr, total_ptr, squares_ptr, n, t, tile_n, T,
+                residual_stride, eps, N, K, GATED, HAS_BIAS, HAS_RESIDUAL, X_TILES > 0, FOLD_NORM,
             )
 
 
@@ -254,44 +324,71 @@ def _tile_arrivals(device: torch.device, tiles: int) -> Tensor:
     return _arrivals[device]
 
 
-def _launch_skinny_linear(x_TK, weight, bias_N, residual_TN, y, N, gated, keep_split, options: LinearOptions) -> None:
+def _launch_skinny_linear(
+    x: Tensor | Normed, weight: Tensor, y: Tensor, N: int, options: LinearOptions, gated: bool = False, keep_split: bool = False,
+    bias_N: Tensor | None = None, residual_TN: Tensor | None = None, fold: tuple[Tensor, Tensor, Tensor] | None = None,
+) -> None:
+    """`fold`: (norm weight, total, squares), where y is to be a `Normed`'s rows."""
+    x_TK, squares_ST, eps = (x.weighted_TC, x.squares_ST, x.eps) if isinstance(x, Normed) else (x, x[:0], 0.0)
     T, K = x_TK.shape
     assert x_TK.stride(1) == weight.stride(1) == 1 and weight.shape[1] == K
     assert residual_TN is None or residual_TN.stride(1) == 1
+    assert not (keep_split and isinstance(x, Normed)), "split sums are not scaled yet"
     block_t = min(max(next_power_of_2(T), 16), 128 if gated else 256)
     tiles_n, tiles_t = cdiv(N, options.block_n), cdiv(T, block_t)
-    partial = arrivals = x_TK
+    unused = x_TK
+    partial = arrivals = unused
     if options.split_k > 1 and not keep_split:
         size = tiles_n * tiles_t * options.split_k * (2 if gated else 1) * options.block_n * block_t
         partial = torch.empty(size, dtype=torch.float32, device=x_TK.device)
         arrivals = _tile_arrivals(x_TK.device, tiles_n * tiles_t)
+    norm_N, total_TN, out_squares_ST = fold or (unused, unused, unused)
     _skinny_linear_kernel[(tiles_n, options.split_k, tiles_t)](
-        x_TK, weight, x_TK if bias_N is None else bias_N, x_TK if residual_TN is None else residual_TN, y, partial,
-        arrivals, T, x_TK.stride(0), weight.stride(0), 0 if residual_TN is None else residual_TN.stride(0), N=N, K=K,
-        GATED=gated, HAS_BIAS=bias_N is not None, HAS_RESIDUAL=residual_TN is not None, KEEP_SPLIT=keep_split,
-        SPLIT_K=options.split_k, BLOCK_N=options.block_n, BLOCK_T=block_t, BLOCK_K=options.block_k,
-        NUM_STAGES=options.num_stages, PREFETCH_STEPS=options.prefetch_steps, num_warps=options.num_warps, **pdl_options(),
+        x_TK, squares_ST, weight, unused if bias_N is None else bias_N, unused if residual_TN is None else residual_TN, norm_N,
+        y, total_TN, out_squares_ST, partial, arrivals, T, x_TK.stride(0), weight.stride(0),
+        0 if residual_TN is None else residual_TN.stride(0), eps, N=N, K=K, GATED=gated, HAS_BIAS=bias_N is not None,
+        HAS_RESIDUAL=residual_TN is not None, X_TILES=len(squares_ST), FOLD_NORM=fold is not None, KEEP_SPLIT=keep_split,
+        SPLIT_K=options.split_k, BLOCK_N=options.block_n, BLOCK_X=next_power_of_2(len(squares_ST)), BLOCK_T=block_t,
+        BLOCK_K=options.block_k, NUM_STAGES=options.num_stages, PREFETCH_STEPS=options.prefetch_steps,
+        num_warps=options.num_warps, **pdl_options(),
     )
 
 
-def linear_triton(x_TK, weight_NK, bias_N=None, residual_TN=None, options: LinearOptions = LinearOptions()) -> Tensor:
+def linear_triton(x, weight_NK, bias_N=None, residual_TN=None, options: LinearOptions = LinearOptions()) -> Tensor:
     N = len(weight_NK)
-    y_TN = x_TK.new_empty((len(x_TK), N))
-    _launch_skinny_linear(x_TK, weight_NK, bias_N, residual_TN, y_TN, N, False, False, options)
+    y_TN = weight_NK.new_empty((len(x), N))
+    _launch_skinny_linear(x, weight_NK, y_TN, N, options, bias_N=bias_N, residual_TN=residual_TN)
     return y_TN
 
 
-def gate_up_silu_triton(x_TK, gate_up_I2K, options: LinearOptions = LinearOptions(block_n=64)) -> Tensor:
+def gate_up_silu_triton(x, gate_up_I2K, options: LinearOptions = LinearOptions(block_n=64)) -> Tensor:
     I = len(gate_up_I2K) // 2
-    y_TI = x_TK.new_empty((len(x_TK), I))
-    _launch_skinny_linear(x_TK, gate_up_I2K, None, None, y_TI, I, True, False, options)
+    y_TI = gate_up_I2K.new_empty((len(x), I))
+    _launch_skinny_linear(x, gate_up_I2K, y_TI, I, options, gated=True)
     return y_TI
 
 
-def linear_add_norm_triton(x_TK, weight_NK, residual_TN, norm_weight_N, eps, options: LinearOptions = LinearOptions()):
-    T, N = len(x_TK), len(weight_NK)
-    partial_STN = torch.empty((options.split_k, T, N), dtype=torch.float32, device=x_TK.device)
-    _launch_skinny_linear(x_TK, weight_NK, None, None, partial_STN, N, False, True, options)
+def linear_fold_norm_triton(x, weight_NK, residual_TN, norm_weight_N, eps, options: LinearOptions = LinearOptions()):
+    """(Normed, total_TN): the last program to finish a tile adds its splits, the residual and the squares up, in order."""
+    T, N = len(x), len(weight_NK)
+    total_TN, weighted_TN = torch.empty_like(residual_TN), torch.empty_like(residual_TN)
+    squares_ST = torch.empty((cdiv(N, options.block_n), T), dtype=torch.float32, device=weight_NK.device)
+    fold = (norm_weight_N, total_TN, squares_ST)
+    _launch_skinny_linear(x, weight_NK, weighted_TN, N, options, residual_TN=residual_TN, fold=fold)
+    return Normed(weighted_TN, squares_ST, eps), total_TN
+
+
+def linear_splits_triton(x, weight_NK, options: LinearOptions) -> Tensor:
+    """The fp32 sums of each split of K, `[S, T, N]`: for a consumer that adds them up."""
+    partial_STN = torch.empty((options.split_k, len(x), len(weight_NK)), dtype=torch.float32, device=weight_NK.device)
+    _launch_skinny_linear(x, weight_NK, partial_STN, len(weight_NK), options, keep_split=True)
+    return partial_STN
+
+
+def linear_add_norm_triton(x, weight_NK, residual_TN, norm_weight_N, eps, options: LinearOptions = LinearOptions()):
+    """The projection leaves its split sums over K in fp32 and the norm adds them up: no program waits for another."""
+    T, N = len(x), len(weight_NK)
+    partial_STN = linear_splits_triton(x, weight_NK, options)
     total_TN, normed_TN = torch.empty_like(residual_TN), torch.empty_like(residual_TN)
     block = next_power_of_2(N)
     _add_norm_kernel[(T,)](
@@ -299,3 +396,30 @@ def linear_add_norm_triton(x_TK, weight_NK, residual_TN, norm_weight_N, eps, opt
         SPLIT_K=options.split_k, BLOCK=block, num_warps=min(max(block // 256, 1), 16), **pdl_options(),
     )
     return normed_TN, total_TN
+
+
+@jit
+def _scale_rows_kernel(
+    x_ptr, squares_ptr, y_ptr, eps, T, C: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr, BLOCK_X: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    wait_for_inputs(PDL)
+    row = tl.program_id(0)
+    tiles = tl.arange(0, BLOCK_X)
+    squares = tl.load(squares_ptr + tiles * T + row, mask=tiles < TILES, other=0.0)
+    scale = tl.rsqrt(tl.sum(squares) / C + eps)
+    cols = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + row * C + cols, mask=cols < C, other=0.0).to(tl.float32)
+    tl.store(y_ptr + row * C + cols, (x * scale).to(y_ptr.dtype.element_ty), mask=cols < C)
+
+
+def _scale_rows_triton(weighted_TC, squares_ST, eps) -> Tensor:
+    T, C = weighted_TC.shape
+    assert weighted_TC.is_contiguous()
+    y_TC = torch.empty_like(weighted_TC)
+    block = next_power_of_2(C)
+    _scale_rows_kernel[(T,)](
+        weighted_TC, squares_ST, y_TC, eps, T, C=C, TILES=len(squares_ST), BLOCK=block,
+        BLOCK_X=next_power_of_2(len(squares_ST)), num_warps=min(max(block // 512, 1), 16), **pdl_options(),
+    )
+    return y_TC

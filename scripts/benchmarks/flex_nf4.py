@@ -5,8 +5,7 @@ bitsandbytes keeps a weight `[N, K]` as one run of N * K 4-bit codes, two in a b
 A weight is code value * scale in fp32, rounded to the dtype that the model was loaded in. The codes are packed and shared
 as other weights are (flex_weights); the scales are expanded to fp32 once, because the base is frozen.
 
-The kernels and their references have the same signatures, as in flex_kernels.py. Shape suffixes: T tokens, K input features,
-N output features, G blocks of 64 input features, W words of 8 codes.
+The kernels follow the conventions of flex_triton.py. Shape suffixes besides: G blocks of 64 input features, W words of 8 codes.
 """
 
 from __future__ import annotations
@@ -19,13 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from flex_linear import Normed, plain
+from flex_triton import cdiv, jit, next_power_of_2, pdl_options, tl, triton, use_triton, wait_for_inputs
 from flex_weights import Product, SharedWeights
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # no Triton wheel for this platform: the references run instead
-    triton = tl = None
 
 # The 16 values of NF4 (QLoRA, https://arxiv.org/abs/2305.14314, appendix E), as bitsandbytes rounds them.
 NF4_VALUES = (
@@ -118,7 +113,8 @@ def load_4bit(name: str, dtype: torch.dtype, device: torch.device, **options) ->
         if model.get_output_embeddings().weight is not model.get_input_embeddings().weight:
             raise ValueError(f"{name}: the config ties lm_head to the embedding, and the loaded model does not")
     if info["missing_keys"]:
-        raise ValueError(f"{name} lacks {', '.join(sorted(info['missing_keys'])[:3])}; its config does not tie it to another weight")
+        missing = ", ".join(sorted(info["missing_keys"])[:3])
+        raise ValueError(f"{name} lacks {missing}, which its config does not tie to another weight")
     keep_storage_layout(model)
     return model.eval()
 
@@ -159,8 +155,9 @@ class NF4Projection(Product):
         codes_NW = codes.view(scales_GN.shape[1], -1).view(torch.int32)
         return cls(codes_NW, scales_GN, states[0].dtype, weights.pack_bias(linears) if bias is None else bias)
 
-    def __call__(self, x_TK: Tensor) -> Tensor:
-        if len(x_TK) <= MAX_FUSED_ROWS and _use_triton(x_TK) and x_TK.dtype in (torch.bfloat16, torch.float16):
+    def __call__(self, x_TK: Tensor | Normed) -> Tensor:
+        x_TK = plain(x_TK)
+        if len(x_TK) <= MAX_FUSED_ROWS and use_triton(x_TK) and x_TK.dtype in (torch.bfloat16, torch.float16):
             return nf4_linear(x_TK, self.codes_NW, self.scales_GN, self.bias)
         weight_NK = nf4_dequantize(self.codes_NW, self.scales_GN, self.weight_dtype)
         return F.linear(x_TK, weight_NK.to(x_TK.dtype), self.bias)
@@ -169,17 +166,9 @@ class NF4Projection(Product):
 # -------------------------------------------------------------------------------------------------------------------- kernels
 
 
-def _jit(fn):
-    return triton.jit(fn) if triton is not None else fn
-
-
-def _use_triton(x: Tensor) -> bool:
-    return x.is_cuda and triton is not None
-
-
 def nf4_dequantize(codes_NW: Tensor, scales_GN: Tensor, dtype: torch.dtype) -> Tensor:
     """int32 words of 8 codes `[N, K / 8]` and fp32 scales `[K / 64, N]` -> `[N, K]`, value * scale in fp32, rounded to `dtype`."""
-    fits = _use_triton(codes_NW) and dtype in (torch.bfloat16, torch.float16)
+    fits = use_triton(codes_NW) and dtype in (torch.bfloat16, torch.float16)
     return (nf4_dequantize_triton if fits else nf4_dequantize_reference)(codes_NW, scales_GN, dtype)
 
 
@@ -203,7 +192,7 @@ class NF4Options:
 def nf4_options(T: int, N: int, K: int) -> NF4Options:
     """Tiles for T rows: enough programs for 132 SMs, long enough sums that filling the pipeline does not count."""
     block_n = 128 if N > 8192 else 64
-    split_k = max(1, min(round(264 / -(-N // block_n)), K // BLOCK // 8, 4))
+    split_k = max(1, min(round(264 / cdiv(N, block_n)), K // BLOCK // 8, 4))
     return NF4Options(block_n, split_k, num_warps=4 if T <= 64 else 8)
 
 
@@ -211,7 +200,7 @@ def nf4_linear(
     x_TK: Tensor, codes_NW: Tensor, scales_GN: Tensor, bias_N: Tensor | None = None, options: NF4Options | None = None
 ) -> Tensor:
     """`x @ W.T (+ bias)` -> `[T, N]` for 16-bit x, with W's values rounded to x's dtype; sums in fp32, rounded once."""
-    if _use_triton(x_TK):
+    if use_triton(x_TK):
         return nf4_linear_triton(x_TK, codes_NW, scales_GN, bias_N, options)
     return nf4_linear_reference(x_TK, codes_NW, scales_GN, bias_N)
 
@@ -271,7 +260,7 @@ if triton is not None:
     _EIGHT, _FOUR = tl.constexpr((tl.int32,) * 8), tl.constexpr((tl.int32,) * 4)
 
 
-@_jit
+@jit
 def _lookup(codes, scales, DTYPE: tl.constexpr):
     """Words of 8 codes `[N, W]` and scales `[N]` of one block -> four words of two weights each."""
     if DTYPE == tl.bfloat16:
@@ -286,7 +275,7 @@ def _lookup(codes, scales, DTYPE: tl.constexpr):
     )
 
 
-@_jit
+@jit
 def _bits(codes, scales, DTYPE: tl.constexpr):
     value = tl.full(codes.shape, 0.0, tl.float32)
     for i in tl.static_range(16):
@@ -294,7 +283,7 @@ def _bits(codes, scales, DTYPE: tl.constexpr):
     return (value * scales[:, None]).to(DTYPE).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
 
 
-@_jit
+@jit
 def _lookup_plain(codes, scales, DTYPE: tl.constexpr):
     """What `_lookup` computes, for Triton's interpreter, which runs no PTX."""
     w0 = _bits((codes >> 4) & 15, scales, DTYPE) | (_bits(codes & 15, scales, DTYPE) << 16)
@@ -304,7 +293,7 @@ def _lookup_plain(codes, scales, DTYPE: tl.constexpr):
     return w0, w1, w2, w3
 
 
-@_jit
+@jit
 def _weights(codes, scales, DTYPE: tl.constexpr, PTX: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
     """`[BLOCK_N, BLOCK_K]` weights of one block of scales. The joins move nothing: each thread's weights are neighbours."""
     if PTX:
@@ -316,16 +305,17 @@ def _weights(codes, scales, DTYPE: tl.constexpr, PTX: tl.constexpr, BLOCK_N: tl.
     return tl.join(first, second).reshape(BLOCK_N, BLOCK_K)
 
 
-@_jit
+@jit
 def _nf4_linear_kernel(
     x_ptr, codes_ptr, scales_ptr, bias_ptr, y_ptr, partial_ptr, arrivals_ptr, T, x_stride,
     N: tl.constexpr, K: tl.constexpr, HAS_BIAS: tl.constexpr, PTX: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, SPLIT_K: tl.constexpr, NUM_STAGES: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, SPLIT_K: tl.constexpr, NUM_STAGES: tl.constexpr, PDL: tl.constexpr,
 ):
     """y^T = W x^T: weight rows lie along the tensor core's 64-row side, the few tokens along its narrow one.
 
     The last program of a tile to finish adds up its splits, in order, so that the same input gives the same bits.
     """
+    wait_for_inputs(PDL)
     BLOCK_K: tl.constexpr = 64
     dtype = x_ptr.dtype.element_ty
     tile_n, split, tile_t = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -367,7 +357,7 @@ def _nf4_linear_kernel(
             tl.store(y_ptrs, (total + bias[:, None]).to(dtype), mask=mask)
 
 
-@_jit
+@jit
 def _nf4_dequantize_kernel(
     codes_ptr, scales_ptr, out_ptr, N, K, PTX: tl.constexpr, BLOCK_N: tl.constexpr, BLOCKS: tl.constexpr
 ):
@@ -385,7 +375,7 @@ def nf4_dequantize_triton(codes_NW: Tensor, scales_GN: Tensor, dtype: torch.dtyp
     assert codes_NW.is_contiguous() and scales_GN.is_contiguous() and codes_NW.shape[0] == N and K == G * BLOCK
     out_NK = torch.empty((N, K), dtype=dtype, device=codes_NW.device)
     block_n, blocks = 64, 8
-    _nf4_dequantize_kernel[-(-N // block_n), -(-G // blocks)](
+    _nf4_dequantize_kernel[cdiv(N, block_n), cdiv(G, blocks)](
         codes_NW, scales_GN, out_NK, N, K, PTX=codes_NW.is_cuda, BLOCK_N=block_n, BLOCKS=blocks, num_warps=4
     )
     return out_NK
@@ -413,8 +403,8 @@ def nf4_linear_triton(
     if not T:
         return y_TN
     options = options or nf4_options(T, N, K)
-    block_t = min(max(16, 1 << (T - 1).bit_length()), 128)
-    grid = (-(-N // options.block_n), options.split_k, -(-T // block_t))
+    block_t = min(max(16, next_power_of_2(T)), 128)
+    grid = (cdiv(N, options.block_n), options.split_k, cdiv(T, block_t))
     partial = arrivals = None
     if options.split_k > 1:
         assert grid[0] * grid[2] <= MAX_TILES
@@ -423,6 +413,6 @@ def nf4_linear_triton(
     _nf4_linear_kernel[grid](
         x_TK, codes_NW, scales_GN, bias_N, y_TN, partial, arrivals, T, x_TK.stride(0),
         N=N, K=K, HAS_BIAS=bias_N is not None, PTX=x_TK.is_cuda, BLOCK_N=options.block_n, BLOCK_T=block_t,
-        SPLIT_K=options.split_k, NUM_STAGES=options.num_stages, num_warps=options.num_warps,
+        SPLIT_K=options.split_k, NUM_STAGES=options.num_stages, num_warps=options.num_warps, **pdl_options(),
     )  # fmt: skip
     return y_TN

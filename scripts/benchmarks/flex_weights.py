@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import flex_kernels
 import flex_linear
+from flex_linear import Normed
 
 
 @dataclass(eq=False)
@@ -132,16 +133,20 @@ class SharedWeights:
 
 
 class Product:
-    """What a walker calls: `[T, K] -> [T, N]`, plain or with what usually follows it. How it is computed is the subclass's."""
+    """What a walker calls: `[T, K] -> [T, N]`, plain or with what usually follows it. How it is computed is the subclass's.
 
-    def __call__(self, x_TK: Tensor) -> Tensor:
+    The norm that `add_norm` returns may be a `Normed`, whose division is left to the product that reads it: every product
+    takes either. One with kernels of its own begins with `flex_linear.plain(x)`.
+    """
+
+    def __call__(self, x_TK: Tensor | Normed) -> Tensor:
         raise NotImplementedError
 
-    def add_norm(self, x_TK: Tensor, residual_TN: Tensor, norm_N: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def add_norm(self, x_TK: Tensor, residual_TN: Tensor, norm_N: Tensor, eps: float) -> tuple[Tensor | Normed, Tensor]:
         """(rms_norm(total), total) with total = product + residual."""
         return flex_kernels.rms_norm(self(x_TK), norm_N, eps, residual_TN)
 
-    def silu_gated(self, x_TK: Tensor) -> Tensor:
+    def silu_gated(self, x_TK: Tensor | Normed) -> Tensor:
         """silu(gate) * up of a product [gate | up]: `[T, N / 2]`."""
         return flex_kernels.silu_mul(self(x_TK))
 
@@ -157,15 +162,15 @@ class Projection(Product):
     def of(cls, weights: SharedWeights, linears: Sequence[nn.Module]) -> Projection:
         return cls(weights.pack([linear.weight for linear in linears]), weights.pack_bias(linears))
 
-    def __call__(self, x_TK: Tensor) -> Tensor:
+    def __call__(self, x_TK: Tensor | Normed) -> Tensor:
         return flex_linear.linear(x_TK, self.weight, self.bias)
 
-    def add_norm(self, x_TK: Tensor, residual_TN: Tensor, norm_N: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def add_norm(self, x_TK: Tensor, residual_TN: Tensor, norm_N: Tensor, eps: float) -> tuple[Tensor | Normed, Tensor]:
         if self.bias is not None:
             return super().add_norm(x_TK, residual_TN, norm_N, eps)
         return flex_linear.linear_add_norm(x_TK, self.weight, residual_TN, norm_N, eps)
 
-    def silu_gated(self, x_TK: Tensor) -> Tensor:
+    def silu_gated(self, x_TK: Tensor | Normed) -> Tensor:
         if self.bias is not None:
             return super().silu_gated(x_TK)
         return flex_linear.gate_up_silu(x_TK, self.weight)
