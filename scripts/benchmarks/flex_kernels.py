@@ -73,6 +73,84 @@ def rms_norm_triton(x_TC: Tensor, weight_C: Tensor, eps: float, residual_TC: Ten
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Sandwich norms: a branch is normed before it is added to the residual, and the sum is normed for the next branch
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def norm_add_norm(
+    x_TC: Tensor, norm_C: Tensor, eps: float, residual_TC: Tensor, next_norm_C: Tensor | None = None,
+    scale: Tensor | float = 1.0,
+) -> tuple[Tensor | None, Tensor]:
+    """Return (normed, total): total = (residual + norm(x)) * scale and normed = norm(total), None without `next_norm_C`.
+
+    The weight multiplies in fp32 before the one rounding, the order of Hugging Face's Gemma norms; sum and product are
+    rounded one by one, as there. `scale`: a number, or one element that is read on the device. `x_TC` may also be fp32
+    sums `[S, T, C]` that are still to be added up (a split product).
+    """
+    run = norm_add_norm_triton if use_triton(residual_TC) else norm_add_norm_reference
+    return run(x_TC, norm_C, eps, residual_TC, next_norm_C, scale)
+
+
+def _gemma_norm(x_TC: Tensor, norm_C: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+    wide_TC = x_TC.float()
+    return (wide_TC * torch.rsqrt(wide_TC.square().mean(-1, keepdim=True) + eps) * norm_C.float()).to(dtype)
+
+
+def norm_add_norm_reference(x_TC, norm_C, eps, residual_TC, next_norm_C=None, scale=1.0):
+    dtype = residual_TC.dtype
+    x_TC = x_TC.sum(0).to(dtype) if x_TC.ndim == 3 else x_TC
+    total_TC = (residual_TC + _gemma_norm(x_TC, norm_C, eps, dtype)) * scale
+    return None if next_norm_C is None else _gemma_norm(total_TC, next_norm_C, eps, dtype), total_TC
+
+
+@jit
+def _norm_add_norm_kernel(
+    x_ptr, norm_ptr, residual_ptr, next_norm_ptr, scale_ptr, y_ptr, total_ptr, eps, scale, x_stride_s, x_stride,
+    residual_stride, C: tl.constexpr, SPLITS: tl.constexpr, HAS_NEXT: tl.constexpr, SCALE_ON_DEVICE: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
+):
+    wait_for_inputs(PDL)
+    dtype = total_ptr.dtype.element_ty
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK)
+    mask = cols < C
+    x = tl.zeros([BLOCK], tl.float32)
+    for split in tl.static_range(SPLITS):
+        x += tl.load(x_ptr + split * x_stride_s + row * x_stride + cols, mask=mask, other=0.0).to(tl.float32)
+    x = x.to(dtype).to(tl.float32)
+    norm = tl.load(norm_ptr + cols, mask=mask, other=0.0).to(tl.float32)
+    residual = tl.load(residual_ptr + row * residual_stride + cols, mask=mask, other=0.0).to(tl.float32)
+    branch = (x * tl.rsqrt(tl.sum(x * x) / C + eps) * norm).to(dtype).to(tl.float32)
+    if SCALE_ON_DEVICE:
+        scale = tl.load(scale_ptr).to(tl.float32)
+    total = ((residual + branch).to(dtype).to(tl.float32) * scale).to(dtype)
+    tl.store(total_ptr + row * C + cols, total, mask=mask)
+    if HAS_NEXT:
+        total = total.to(tl.float32)
+        next_norm = tl.load(next_norm_ptr + cols, mask=mask, other=0.0).to(tl.float32)
+        y = total * tl.rsqrt(tl.sum(total * total) / C + eps) * next_norm
+        tl.store(y_ptr + row * C + cols, y.to(dtype), mask=mask)
+
+
+def norm_add_norm_triton(x_TC, norm_C, eps, residual_TC, next_norm_C=None, scale=1.0):
+    T, C = residual_TC.shape
+    assert x_TC.shape[-2:] == (T, C) and x_TC.stride(-1) == residual_TC.stride(1) == 1
+    total_TC = residual_TC.new_empty((T, C))
+    y_TC = None if next_norm_C is None else torch.empty_like(total_TC)
+    on_device = isinstance(scale, Tensor)
+    block = next_power_of_2(C)
+    if T:
+        _norm_add_norm_kernel[(T,)](
+            x_TC, norm_C, residual_TC, norm_C if next_norm_C is None else next_norm_C, scale if on_device else norm_C,
+            total_TC if y_TC is None else y_TC, total_TC, eps, 1.0 if on_device else scale,
+            x_TC.stride(0) if x_TC.ndim == 3 else 0, x_TC.stride(-2), residual_TC.stride(0), C=C,
+            SPLITS=len(x_TC) if x_TC.ndim == 3 else 1, HAS_NEXT=y_TC is not None, SCALE_ON_DEVICE=on_device, BLOCK=block,
+            num_warps=min(max(block // 512, 1), 16), **pdl_options(),
+        )
+    return y_TC, total_TC
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # SiLU(gate) * up
 # ---------------------------------------------------------------------------------------------------------------------
 
@@ -112,18 +190,95 @@ def silu_mul_triton(gate_up_TI2: Tensor) -> Tensor:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# GELU(gate) * up, soft cap
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def gelu_mul(gate_TI: Tensor, up_TI: Tensor) -> Tensor:
+    """`[T, I]`: gelu(gate) by its tanh formula, rounded to the dtype as Hugging Face does, times up. Rows may be strided."""
+    return (gelu_mul_triton if use_triton(gate_TI) else gelu_mul_reference)(gate_TI, up_TI)
+
+
+def gelu_mul_reference(gate_TI: Tensor, up_TI: Tensor) -> Tensor:
+    return F.gelu(gate_TI, approximate="tanh") * up_TI
+
+
+@jit
+def gelu_tanh(x):
+    """0.5 x (1 + tanh(u)) = x / (1 + exp(-2 u)) with u = sqrt(2 / pi) (x + 0.044715 x^3); x in fp32."""
+    return x / (1.0 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
+
+
+@jit
+def _gelu_mul_kernel(
+    gate_ptr, up_ptr, y_ptr, gate_stride, up_stride, I: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    wait_for_inputs(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = cols < I
+    gate = tl.load(gate_ptr + row * gate_stride + cols, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(up_ptr + row * up_stride + cols, mask=mask, other=0.0).to(tl.float32)
+    activated = gelu_tanh(gate).to(y_ptr.dtype.element_ty).to(tl.float32)
+    tl.store(y_ptr + row * I + cols, (activated * up).to(y_ptr.dtype.element_ty), mask=mask)
+
+
+def gelu_mul_triton(gate_TI: Tensor, up_TI: Tensor) -> Tensor:
+    T, I = gate_TI.shape
+    assert gate_TI.stride(1) == up_TI.stride(1) == 1 and up_TI.shape == (T, I)
+    y_TI = gate_TI.new_empty((T, I))
+    if T:
+        block = min(next_power_of_2(I), 1024)
+        _gelu_mul_kernel[T, cdiv(I, block)](
+            gate_TI, up_TI, y_TI, gate_TI.stride(0), up_TI.stride(0), I=I, BLOCK=block, num_warps=4, **pdl_options()
+        )
+    return y_TI
+
+
+def soft_cap(logits_BV: Tensor, cap: float) -> Tensor:
+    """cap * tanh(logits / cap), in fp32 inside, rounded once."""
+    return (soft_cap_triton if use_triton(logits_BV) else soft_cap_reference)(logits_BV, cap)
+
+
+def soft_cap_reference(logits_BV: Tensor, cap: float) -> Tensor:
+    return (cap * torch.tanh(logits_BV.float() / cap)).to(logits_BV.dtype)
+
+
+@jit
+def _soft_cap_kernel(x_ptr, y_ptr, cap, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    wait_for_inputs(PDL)
+    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + index, mask=index < size, other=0.0).to(tl.float32)
+    decay = tl.exp(-2.0 * tl.abs(x) / cap)
+    capped = tl.where(x < 0, -cap, cap) * (1.0 - decay) / (1.0 + decay)
+    tl.store(y_ptr + index, capped.to(y_ptr.dtype.element_ty), mask=index < size)
+
+
+def soft_cap_triton(logits_BV: Tensor, cap: float) -> Tensor:
+    assert logits_BV.is_contiguous()
+    y_BV = torch.empty_like(logits_BV)
+    if logits_BV.numel():
+        grid = (cdiv(logits_BV.numel(), 4096),)
+        _soft_cap_kernel[grid](logits_BV, y_BV, cap, logits_BV.numel(), BLOCK=4096, num_warps=8, **pdl_options())
+    return y_BV
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # q/k norm, rotary embedding and the K/V write into the paged pool
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 def qk_norm_rope_store(
     qkv_TE: Tensor, q_norm_D: Tensor | None, k_norm_D: Tensor | None, eps: float, cos_PR: Tensor, sin_PR: Tensor,
-    positions_T: Tensor, token_slots_T: Tensor, k_pool_HND: Tensor, v_pool_HND: Tensor, num_heads: int,
-    packed_kv: bool = False,
+    positions_T: Tensor, token_slots_T: Tensor, k_pool_HND: Tensor | None, v_pool_HND: Tensor | None, num_heads: int,
+    packed_kv: bool = False, norm_v: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
     """Norm and rotate q and k of `qkv_TE` = [q heads | k heads | v heads], write k and v into the pool, return q_THD.
 
-    - `q_norm_D`, `k_norm_D`: weights of the per-head RMS norm, or None for a model without one.
+    - `q_norm_D`, `k_norm_D`: weights of the per-head RMS norm, or None for a model without one. `norm_v`: v is normed per
+      head too, without a weight.
+    - `qkv_TE` may end after the k heads: v is then k before norm and rotation. Without pools it is q alone, and nothing is
+      stored.
     - `cos_PR`, `sin_PR`: fp32 tables by position, full rotary width R with both halves equal, as Hugging Face builds
       them. R < D rotates the first R dims only (partial rotary). Rotate-half convention.
     - `k_pool_HND`, `v_pool_HND` [num_kv_heads, slots, D]: written in place at `token_slots_T`, nothing else is touched.
@@ -134,7 +289,7 @@ def qk_norm_rope_store(
     run = qk_norm_rope_store_triton if use_triton(qkv_TE) else qk_norm_rope_store_reference
     return run(
         qkv_TE, q_norm_D, k_norm_D, eps, cos_PR, sin_PR, positions_T, token_slots_T, k_pool_HND, v_pool_HND, num_heads,
-        packed_kv,
+        packed_kv, norm_v,
     )
 
 
@@ -151,14 +306,18 @@ def _norm_rope_reference(x_THD: Tensor, norm_D: Tensor | None, eps: float, cos_T
 
 def qk_norm_rope_store_reference(
     qkv_TE, q_norm_D, k_norm_D, eps, cos_PR, sin_PR, positions_T, token_slots_T, k_pool_HND, v_pool_HND, num_heads,
-    packed_kv=False,
+    packed_kv=False, norm_v=False,
 ):
+    cos_TR, sin_TR = cos_PR[positions_T], sin_PR[positions_T]
+    if k_pool_HND is None:
+        return _norm_rope_reference(qkv_TE.unflatten(1, (num_heads, -1)), q_norm_D, eps, cos_TR, sin_TR)
     num_kv_heads, _, D = k_pool_HND.shape
     heads_THD = qkv_TE.view(len(qkv_TE), -1, D)
-    q_THD, k_THD, v_THD = heads_THD.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
-    cos_TR, sin_TR = cos_PR[positions_T], sin_PR[positions_T]
+    q_THD, k_THD, v_THD = heads_THD[:, :num_heads], heads_THD[:, num_heads:][:, :num_kv_heads], heads_THD[:, -num_kv_heads:]
     q_THD = _norm_rope_reference(q_THD, q_norm_D, eps, cos_TR, sin_TR)
     k_THD = _norm_rope_reference(k_THD, k_norm_D, eps, cos_TR, sin_TR)
+    if norm_v:
+        v_THD = F.rms_norm(v_THD.float(), (D,), eps=eps).to(v_THD.dtype)
     k_pool_HND[:, token_slots_T] = k_THD.transpose(0, 1)
     v_pool_HND[:, token_slots_T] = v_THD.transpose(0, 1)
     return (q_THD, k_THD, v_THD.contiguous()) if packed_kv else q_THD
@@ -215,8 +374,8 @@ def _qk_norm_rope_store_kernel(
     qkv_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, positions_ptr, slots_ptr, q_ptr, k_ptr, v_ptr, k_pool_ptr,
     v_pool_ptr, eps, qkv_stride, cos_stride, sin_stride, k_stride_h, k_stride_n, v_stride_h, v_stride_n,
     H: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, R: tl.constexpr, HAS_Q_NORM: tl.constexpr,
-    HAS_K_NORM: tl.constexpr, PACKED_KV: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_REST: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
+    HAS_K_NORM: tl.constexpr, NORM_V: tl.constexpr, V_HEAD: tl.constexpr, PACKED_KV: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_REST: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
 ):
     """One program: BLOCK_H heads of one token, all of them q, all k or all v."""
     wait_for_inputs(PDL)
@@ -251,7 +410,10 @@ def _qk_norm_rope_store_kernel(
         dims = tl.arange(0, BLOCK_D)
         mask = (heads < HKV)[:, None] & (dims < D)[None, :]
         offsets = heads[:, None] * D + dims[None, :]
-        v = tl.load(x_ptr + (H + HKV) * D + offsets, mask=mask)
+        v = tl.load(x_ptr + V_HEAD * D + offsets, mask=mask, other=0.0)
+        if NORM_V:
+            wide = v.to(tl.float32)
+            v = (wide * tl.rsqrt(tl.sum(wide * wide, axis=1) / D + eps)[:, None]).to(v.dtype)
         pool_ptrs = v_pool_ptr + slot * v_stride_n + heads.to(tl.int64)[:, None] * v_stride_h + dims[None, :]
         tl.store(pool_ptrs, v, mask=mask)
         if PACKED_KV:
@@ -260,11 +422,14 @@ def _qk_norm_rope_store_kernel(
 
 def qk_norm_rope_store_triton(
     qkv_TE, q_norm_D, k_norm_D, eps, cos_PR, sin_PR, positions_T, token_slots_T, k_pool_HND, v_pool_HND, num_heads,
-    packed_kv=False,
+    packed_kv=False, norm_v=False,
 ):
-    T, R = len(qkv_TE), cos_PR.shape[1]
+    (T, E), R = qkv_TE.shape, cos_PR.shape[1]
+    if k_pool_HND is None:  # one more kernel variant, whose grid ends after the q heads
+        assert not packed_kv
+        k_pool_HND = v_pool_HND = qkv_TE.view(T, num_heads, -1)[:0]
     num_kv_heads, _, D = k_pool_HND.shape
-    assert qkv_TE.shape[1] == (num_heads + 2 * num_kv_heads) * D and qkv_TE.stride(1) == 1
+    assert E in ((num_heads + num_kv_heads) * D, (num_heads + 2 * num_kv_heads) * D) and qkv_TE.stride(1) == 1
     assert k_pool_HND.stride(2) == 1 and v_pool_HND.stride(2) == 1
     assert cos_PR.stride(1) == 1 and sin_PR.stride(1) == 1 and R % 2 == 0 and R <= D
     q_THD = qkv_TE.new_empty((T, num_heads, D))
@@ -279,7 +444,7 @@ def qk_norm_rope_store_triton(
             positions_T, token_slots_T, q_THD, k_THD, v_THD, k_pool_HND, v_pool_HND, eps, qkv_TE.stride(0),
             cos_PR.stride(0), sin_PR.stride(0), *k_pool_HND.stride()[:2], *v_pool_HND.stride()[:2],
             H=num_heads, HKV=num_kv_heads, D=D, R=R, HAS_Q_NORM=q_norm_D is not None, HAS_K_NORM=k_norm_D is not None,
-            PACKED_KV=packed_kv, BLOCK_H=block_h, BLOCK_R=next_power_of_2(R // 2),
+            NORM_V=norm_v, V_HEAD=E // D - num_kv_heads, PACKED_KV=packed_kv, BLOCK_H=block_h, BLOCK_R=next_power_of_2(R // 2),
             BLOCK_REST=next_power_of_2(max(D - R, 1)), BLOCK_D=next_power_of_2(D), num_warps=4, **pdl_options(),
         )
     return (q_THD, k_THD, v_THD) if packed_kv else q_THD

@@ -256,15 +256,19 @@ class DecodeBatch:
 
 @dataclass
 class Attend:
-    """What a walker calls at every layer: `o_TE = attend(layer, qkv_TE, q_norm, k_norm, rope)`."""
+    """What a walker calls at every layer: `o_TE = attend(layer, qkv_TE, q_norm, k_norm, rope)`.
+
+    `packed_kv` keeps a prefill's K and V of the layers that others read too.
+    """
 
     cache: PagedKVCache
     batch: PrefillBatch | DecodeBatch
     backend: AttentionBackend
-    packed_kv: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    packed_kv: dict[int, list[Tensor]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.prefill = isinstance(self.batch, PrefillBatch)
+        self.shared_layers = {spec.store_layer for spec in self.cache.specs}
         self.plan = self.backend.plan(self.cache, self.batch)
 
     def __call__(
@@ -275,24 +279,30 @@ class Attend:
         k_norm: Tensor | None,
         rope: tuple[Tensor, Tensor],
         eps: float = 1e-6,
+        norm_v: bool = False,
     ) -> Tensor:
         """Raw projections `[T, (heads + 2 kv heads) * head_dim]` in, `[T, heads * head_dim]` out.
 
-        `q_norm`, `k_norm`: RMS-norm weights `[head_dim]` over each head, or None. `rope`: cos and sin tables, fp32
-        `[max_seq_len, rotary_dim]`, rotate-half convention.
+        `q_norm`, `k_norm`: RMS-norm weights `[head_dim]` over each head, or None. `norm_v`: each head of v is normed without a
+        weight. `rope`: cos and sin tables, fp32 `[max_seq_len, rotary_dim]`, rotate-half convention. Without the v heads, v is
+        k before norm and rotation. A layer that reads another's keys and values passes its q heads alone.
         """
         spec = self.cache.specs[layer]
-        k_pool_HND, v_pool_HND = self.cache.layers[layer]
+        stores = spec.store_layer is None
+        pools = self.cache.layers[layer]
         out = flex_kernels.qk_norm_rope_store(
-            qkv_TE, q_norm, k_norm, eps, *rope, self.batch.positions_T, self.batch.token_slots_T, k_pool_HND, v_pool_HND,
-            spec.num_heads, packed_kv=self.prefill,
+            qkv_TE, q_norm, k_norm, eps, *rope, self.batch.positions_T, self.batch.token_slots_T,
+            *(pools if stores else (None, None)), spec.num_heads, self.prefill and stores, norm_v,
         )  # fmt: skip
-        if self.prefill:
+        if not self.prefill:
+            return self.backend.decode(out, *pools, spec, self.plan).flatten(1)
+        if stores:
             q_THD, *packed = out
-            o_THD = self.backend.prefill(q_THD, *packed, spec, self.plan)
+            if layer in self.shared_layers:
+                self.packed_kv[layer] = packed
         else:
-            o_THD = self.backend.decode(out, k_pool_HND, v_pool_HND, spec, self.plan)
-        return o_THD.flatten(1)
+            q_THD, packed = out, self.packed_kv[spec.store_layer]
+        return self.backend.prefill(q_THD, *packed, spec, self.plan).flatten(1)
 
     def rotated(self, layer: int, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor) -> Tensor:
         """The same for q, k, v that are normed and rotated already; `[T, heads, head_dim]` out."""

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from flex_engine import FlexEngine, Prefix, SamplingParams, Sequence
@@ -47,12 +48,13 @@ class StepProfile:
 
 
 def decode_step_bytes(engine: FlexEngine, batch_size: int, context: int) -> int:
-    """Bytes that a decode step must read: every weight (of an untied embedding no more than a few rows), and all K and V."""
+    """Bytes that a decode step must read: every weight (of an embedding that is no output matrix, a few rows), and all K and V."""
     model = engine.walker.model
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     parameters = {id(p): p for p in base.parameters()}
-    if base.get_output_embeddings().weight is not base.get_input_embeddings().weight:
-        parameters.pop(id(base.get_input_embeddings().weight))
+    for module in base.modules():
+        if isinstance(module, nn.Embedding) and module.weight is not base.get_output_embeddings().weight:
+            parameters.pop(id(module.weight), None)
     weights = sum(p.numel() * p.element_size() for p in parameters.values())
     per_token = sum(
         2 * spec.num_kv_heads * spec.head_dim * engine.walker.dtype.itemsize * min(context, spec.window or context)
