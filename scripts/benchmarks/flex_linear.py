@@ -9,8 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flex_kernels import rms_norm, rms_norm_reference, silu_mul, silu_mul_reference
+from flex_kernels import gelu_mul, gelu_tanh, norm_add_norm, rms_norm, rms_norm_reference, silu_mul, silu_mul_reference
 from flex_triton import cdiv, jit, next_power_of_2, pdl_options, tl, use_triton, wait_for_inputs
+
+NOT_GATED, SILU_GATED, GELU_GATED = range(3)  # what a product [gate | up] becomes: nothing, silu(gate) * up, gelu(gate) * up
 
 
 @dataclass(frozen=True)
@@ -118,6 +120,25 @@ def gate_up_silu(x_TK: Tensor | Normed, gate_up_I2K: Tensor, options: LinearOpti
     return gate_up_silu_triton(x_TK, gate_up_I2K, options)
 
 
+def gate_up_gelu(x_TK: Tensor | Normed, gate_up_I2K: Tensor, options: LinearOptions | None = None) -> Tensor:
+    """The same with gelu in its tanh approximation."""
+    if options is None:
+        options = options_for(x_TK, gate_up_I2K, gated=True)
+    if options is None:
+        return gelu_mul(*F.linear(plain(x_TK), gate_up_I2K).chunk(2, dim=-1))
+    return gate_up_gelu_triton(x_TK, gate_up_I2K, options)
+
+
+def linear_norm_add_norm(
+    x_TK: Tensor, weight_NK: Tensor, norm_N: Tensor, eps: float, residual_TN: Tensor, next_norm_N: Tensor | None = None,
+    scale: Tensor | float = 1.0,
+) -> tuple[Tensor | None, Tensor]:
+    """`norm_add_norm` of a projection, which leaves its split sums to it."""
+    options = options_for(x_TK, weight_NK)
+    y_TN = F.linear(x_TK, weight_NK) if options is None else linear_splits_triton(x_TK, weight_NK, options)
+    return norm_add_norm(y_TN, norm_N, eps, residual_TN, next_norm_N, scale)
+
+
 def linear_add_norm(
     x_TK: Tensor, weight_NK: Tensor, residual_TN: Tensor, norm_weight_N: Tensor, eps: float,
     options: LinearOptions | None = None,
@@ -180,8 +201,10 @@ def _store_linear(
         acc *= scale
         if GATED:
             acc_up *= scale
-    if GATED:
+    if GATED == 1:
         acc = acc / (1.0 + tl.exp(-acc)) * acc_up
+    elif GATED == 2:
+        acc = gelu_tanh(acc) * acc_up
     if HAS_BIAS:
         acc += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
     if HAS_RESIDUAL:
@@ -217,7 +240,7 @@ def _skinny_linear_kernel(
 
     X_TILES > 0: x is a `Normed` of so many sums of squares. FOLD_NORM: y, total and squares are one.
     KEEP_SPLIT writes the fp32 sums of each split to y [SPLIT_K, T, N]; otherwise the last program of a tile to finish
-    adds its splits up, in order. GATED: weight rows [N gates | N ups].
+    adds its splits up, in order. GATED (SILU_GATED, GELU_GATED): weight rows [N gates | N ups].
     """
     tile_n, split, tile_t = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -325,7 +348,7 @@ def _tile_arrivals(device: torch.device, tiles: int) -> Tensor:
 
 
 def _launch_skinny_linear(
-    x: Tensor | Normed, weight: Tensor, y: Tensor, N: int, options: LinearOptions, gated: bool = False, keep_split: bool = False,
+    x: Tensor | Normed, weight: Tensor, y: Tensor, N: int, options: LinearOptions, gated: int = NOT_GATED, keep_split: bool = False,
     bias_N: Tensor | None = None, residual_TN: Tensor | None = None, fold: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> None:
     """`fold`: (norm weight, total, squares), where y is to be a `Normed`'s rows."""
@@ -364,7 +387,14 @@ def linear_triton(x, weight_NK, bias_N=None, residual_TN=None, options: LinearOp
 def gate_up_silu_triton(x, gate_up_I2K, options: LinearOptions = LinearOptions(block_n=64)) -> Tensor:
     I = len(gate_up_I2K) // 2
     y_TI = gate_up_I2K.new_empty((len(x), I))
-    _launch_skinny_linear(x, gate_up_I2K, y_TI, I, options, gated=True)
+    _launch_skinny_linear(x, gate_up_I2K, y_TI, I, options, gated=SILU_GATED)
+    return y_TI
+
+
+def gate_up_gelu_triton(x, gate_up_I2K, options: LinearOptions = LinearOptions(block_n=64)) -> Tensor:
+    I = len(gate_up_I2K) // 2
+    y_TI = gate_up_I2K.new_empty((len(x), I))
+    _launch_skinny_linear(x, gate_up_I2K, y_TI, I, options, gated=GELU_GATED)
     return y_TI
 
 

@@ -150,6 +150,17 @@ class Product:
         """silu(gate) * up of a product [gate | up]: `[T, N / 2]`."""
         return flex_kernels.silu_mul(self(x_TK))
 
+    def gelu_gated(self, x_TK: Tensor | Normed) -> Tensor:
+        """gelu(gate) * up, gelu in its tanh approximation."""
+        return flex_kernels.gelu_mul(*self(x_TK).chunk(2, dim=-1))
+
+    def norm_add_norm(
+        self, x_TK: Tensor, norm_N: Tensor, eps: float, residual_TN: Tensor, next_norm_N: Tensor | None = None,
+        scale: Tensor | float = 1.0,
+    ) -> tuple[Tensor | None, Tensor]:  # fmt: skip
+        """(norm(total), total) with total = (residual + norm(product)) * scale; norms as `flex_kernels.norm_add_norm`'s."""
+        return flex_kernels.norm_add_norm(self(x_TK), norm_N, eps, residual_TN, next_norm_N, scale)
+
 
 @dataclass(eq=False)
 class Projection(Product):
@@ -174,6 +185,19 @@ class Projection(Product):
         if self.bias is not None:
             return super().silu_gated(x_TK)
         return flex_linear.gate_up_silu(x_TK, self.weight)
+
+    def gelu_gated(self, x_TK: Tensor | Normed) -> Tensor:
+        if self.bias is not None:
+            return super().gelu_gated(x_TK)
+        return flex_linear.gate_up_gelu(x_TK, self.weight)
+
+    def norm_add_norm(
+        self, x_TK: Tensor, norm_N: Tensor, eps: float, residual_TN: Tensor, next_norm_N: Tensor | None = None,
+        scale: Tensor | float = 1.0,
+    ) -> tuple[Tensor | None, Tensor]:  # fmt: skip
+        if self.bias is not None:
+            return super().norm_add_norm(x_TK, norm_N, eps, residual_TN, next_norm_N, scale)
+        return flex_linear.linear_norm_add_norm(x_TK, self.weight, norm_N, eps, residual_TN, next_norm_N, scale)
 
 
 @dataclass(eq=False)
