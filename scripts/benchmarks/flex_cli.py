@@ -89,31 +89,32 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
         return action.help if told else f"{action.help} (default: %(default)s)"
 
 
-def build_parser(description: str | None, default_model: str) -> argparse.ArgumentParser:
-    """The parser of an inference script, to which it may add its own flags. `default_model` is used where there is a GPU."""
+def build_parser(description: str | None, default_model: str, cpu_model: str = EMBEDDED) -> argparse.ArgumentParser:
+    """The parser of an inference script, to which it may add its own flags. `default_model` is used where there is a GPU, else
+    `cpu_model`: the embedded model, or a name under model_configs/ for random weights."""
     parser = argparse.ArgumentParser(description=description, formatter_class=HelpFormatter, allow_abbrev=False)
-    add_common_arguments(parser, default_model)
+    add_common_arguments(parser, default_model, cpu_model)
     return parser
 
 
-def add_common_arguments(parser: argparse.ArgumentParser, default_model: str) -> None:
+def add_common_arguments(parser: argparse.ArgumentParser, default_model: str, cpu_model: str = EMBEDDED) -> None:
     """The flags that every inference script has. Defaults that depend on the machine are those of this one."""
-    add_model_arguments(parser, default_model)
+    add_model_arguments(parser, default_model, cpu_model)
     add_prompt_arguments(parser)
     add_sampling_arguments(parser)
     add_engine_arguments(parser)
     add_run_arguments(parser)
 
 
-def add_model_arguments(parser: argparse.ArgumentParser, default_model: str) -> None:
-    parser.set_defaults(default_model=default_model, fallbacks=())
+def add_model_arguments(parser: argparse.ArgumentParser, default_model: str, cpu_model: str = EMBEDDED) -> None:
+    parser.set_defaults(default_model=default_model, cpu_model=cpu_model, fallbacks=())
     group = parser.add_argument_group("model")
     group.add_argument(
         "--model_name",
         default=None,
         metavar="NAME",
         help=f"hub id, local folder, or `{EMBEDDED}` (SmolLM2-135M-Instruct from PyPI); with --load_format dummy a config: a name "
-        f"under model_configs/, a hub id that has one there, or a JSON file (default: {default_model}; without a GPU {EMBEDDED})",
+        f"under model_configs/, a hub id that has one there, or a JSON file (default: {default_model}; without a GPU {cpu_model})",
     )
     group.add_argument("--load_format", choices=("auto", "dummy"), default="auto", help="dummy: random weights, no network")
     group.add_argument("--dtype", choices=("auto", *DTYPES), default="auto", help="auto: bfloat16 on a GPU, float32 on a CPU")
@@ -273,13 +274,17 @@ def json_object(text: str) -> dict:
 
 
 def resolve_model_name(args: argparse.Namespace) -> None:
-    """Without --model_name: the script's default, or the embedded model where a hub model would run on a CPU. The temperature
+    """Without --model_name: the script's default, or its small one where a hub model would run on a CPU. The temperature
     follows: at 1 a model as small as the embedded one does not make sense."""
     if args.model_name is None:
         args.model_name = args.default_model
         if args.load_format == "auto" and not torch.cuda.is_available():
-            note(f"No CUDA GPU: using the embedded model, SmolLM2-135M-Instruct, instead of {args.default_model}.")
-            args.model_name = EMBEDDED
+            args.model_name = args.cpu_model
+            if args.cpu_model == EMBEDDED:
+                small = "the embedded model, SmolLM2-135M-Instruct,"
+            else:
+                small, args.load_format = f"random weights of {args.cpu_model}", "dummy"
+            note(f"No CUDA GPU: using {small} instead of {args.default_model}.")
     if "temperature" in args and args.temperature is None:
         args.temperature = EMBEDDED_TEMPERATURE if args.model_name == EMBEDDED else 1.0
 
@@ -653,13 +658,21 @@ def check_writable(path: str, flag: str = "--stats_path") -> None:
 
 
 def run_script(
-    parser: argparse.ArgumentParser, walker_class: Callable[[PreTrainedModel], Walker], argv: list[str] | None = None
+    parser: argparse.ArgumentParser,
+    walker_class: Callable[[PreTrainedModel], Walker],
+    argv: list[str] | None = None,
+    text_model: Callable[[PreTrainedModel], PreTrainedModel] | None = None,
 ) -> int:
-    """The whole of an inference script; returns its exit status. What the user can put right ends in one line, not a traceback."""
+    """The whole of an inference script; returns its exit status. What the user can put right ends in one line, not a traceback.
+
+    `text_model` takes from the loaded model the part that generates text; the rest is dropped.
+    """
     args = parser.parse_args(argv)
     check_writable(args.stats_path)
     raw = load_prompts(args)
     model, tokenizer = load_model(args)
+    if text_model is not None:
+        model = text_model(model)
     prompts = template_prompts(args, raw, model.config, tokenizer)
     with warnings.catch_warnings():
         warnings.showwarning = lambda message, *_, **__: note(f"warning: {message}")
@@ -687,7 +700,7 @@ def run_benchmark(engine: FlexEngine, prompts: list[Prompt], args: argparse.Name
     if not runnable:
         fail("no prompt can be run")
 
-    config = {key: value for key, value in vars(args).items() if key not in ("default_model", "fallbacks")} | dataclasses.asdict(
+    config = {key: value for key, value in vars(args).items() if key not in ("default_model", "cpu_model", "fallbacks")} | dataclasses.asdict(
         engine.config
     )
     stats = RunStats(backend, args.model_name, device_name(engine.device), library_versions(), config)

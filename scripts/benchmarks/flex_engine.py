@@ -842,7 +842,7 @@ class WrittenWalker:
 
     model_types: tuple[str, ...] = ()
     # The rope types whose frequencies do not depend on the sequence's length, so that one table serves all.
-    rope_types = ("default", "linear", "llama3", "yarn")
+    rope_types = ("default", "linear", "llama3", "yarn", "proportional")
 
     def __init__(self, model: torch.nn.Module, dtype: torch.dtype | None = None, lora_mode: str | None = None):
         base = model.get_base_model() if hasattr(model, "get_base_model") else model
@@ -851,7 +851,7 @@ class WrittenWalker:
                 f"{type(self).__name__} walks {', '.join(self.model_types)}, not {base.config.model_type}; use --walker hf"
             )
         embedding = base.get_input_embeddings().weight
-        self.model, self.config = model, base.config
+        self.model, self.config = model, base.config.get_text_config()
         self.dtype, self.device = dtype or compute_dtype(model) or embedding.dtype, embedding.device
         keep_storage_layout(model)
         self.base, self.decoder, self.lora_mode = base, base.get_decoder(), lora_mode
@@ -887,13 +887,15 @@ class WrittenWalker:
     def prepare(self, max_seq_len: int) -> None:
         self.rope = self.rope_table(self.decoder.rotary_emb, max_seq_len)
 
-    def rope_table(self, rotary: torch.nn.Module, max_seq_len: int) -> tuple[Tensor, Tensor]:
-        """cos and sin `[max_seq_len, rotary_dim]` in fp32, by the model's own rotary module."""
+    def rope_table(self, rotary: torch.nn.Module, max_seq_len: int, layer_type: str | None = None) -> tuple[Tensor, Tensor]:
+        """cos and sin `[max_seq_len, rotary_dim]` in fp32, by the model's own rotary module, which may tell types of layers apart."""
         refuse_length_dependent_rope(rotary)
-        if rotary.rope_type not in self.rope_types:
-            raise ValueError(f"rope_type {rotary.rope_type!r} is not supported by {type(self).__name__}; use --walker hf")
+        rope_type = rotary.rope_type if layer_type is None else rotary.rope_type[layer_type]
+        if rope_type not in self.rope_types:
+            raise ValueError(f"rope_type {rope_type!r} is not supported by {type(self).__name__}; use --walker hf")
         positions = torch.arange(max_seq_len, device=self.device)[None]
-        cos, sin = rotary(torch.zeros(1, dtype=torch.float32, device=self.device), positions)
+        of_type = () if layer_type is None else (layer_type,)
+        cos, sin = rotary(torch.zeros(1, dtype=torch.float32, device=self.device), positions, *of_type)
         return cos[0].contiguous(), sin[0].contiguous()
 
     def refresh(self) -> bool:
@@ -914,6 +916,8 @@ HF_ATTENTION = "flex_paged"
 
 def _paged_attention_forward(module, query, key, value, attention_mask, scaling=None, attend=None, **options):
     """The registered attention function: `[1, heads, T, D]` in, `[1, T, heads, D]` out. `attend` comes through the model's kwargs."""
+    if not getattr(module, "is_causal", True):
+        raise ValueError(f"{type(module).__name__} attends to later tokens too, which a rollout can't")
     q_THD, k_THD, v_THD = (x[0].transpose(0, 1) for x in (query, key, value))
     options["scaling"] = module.head_dim**-0.5 if scaling is None else scaling
     return attend(module.layer_idx, q_THD, k_THD, v_THD, **options)[None], None
@@ -1004,7 +1008,9 @@ class HFWalker:
 
 def end_of_sequence_ids(model: torch.nn.Module, tokenizer=None) -> list[int]:
     """Every id that ends a sequence: of the generation config, the model config and the tokenizer together."""
-    sources = (getattr(model, "generation_config", None), getattr(model, "config", None), tokenizer)
+    sources = [getattr(model, "generation_config", None), tokenizer]
+    if hasattr(model, "config"):
+        sources += [model.config, model.config.get_text_config()]
     ids: set[int] = set()
     for source in sources:
         value = getattr(source, "eos_token_id", None)

@@ -485,7 +485,7 @@ class FlexAttention(AttentionBackend):
 
     def prefill(self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, spec: AttentionSpec, mask_for) -> Tensor:
         q, k, v = (x.transpose(0, 1)[None] for x in (q_THD, k_THD, v_THD))
-        options = self.prefill_options
+        options = self.prefill_options or default_prefill_options(q_THD)
         if self.fa4_prefill and fa4_takes(spec):
             options = {"BACKEND": "FLASH", **(options or {})}
         o_1HTD = _compiled_flex(dynamic=q.is_cuda)(
@@ -524,6 +524,13 @@ def default_decode_options(q_BHD: Tensor, page_size: int) -> dict:
     if not q_BHD.is_cuda:
         return {"PARTITION_SIZE": 1}  # other partition sizes have returned wrong values on CPUs
     return {"BLOCK_N": min(64, page_size), "num_warps": 4, "num_stages": 3 if q_BHD.shape[-1] <= 128 else 2}
+
+
+def default_prefill_options(q_THD: Tensor) -> dict | None:
+    """None is Inductor's choice; above a head size of 256 its three stages of K and V do not fit into shared memory."""
+    if not q_THD.is_cuda or q_THD.shape[-1] <= 256 or q_THD.dtype == torch.float32:
+        return None
+    return {"BLOCK_M": 64, "BLOCK_N": 32, "num_warps": 8, "num_stages": 1}
 
 
 def paged_block_mask(cache: PagedKVCache, batch: DecodeBatch, window: int | None) -> BlockMask:
