@@ -17,12 +17,12 @@ page order means nothing, because a page knows its own logical index (`logical_p
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache as memoize
+from importlib import metadata
 from math import prod
 
 import numpy as np
@@ -452,7 +452,8 @@ def fa4_prefill_choice(
 
 
 def fa4_installed() -> bool:
-    return importlib.util.find_spec("flash_attn") is not None and importlib.util.find_spec("flash_attn.cute") is not None
+    """By the distribution's name: FlashAttention 2 ships a `flash_attn.cute` that does not work alone."""
+    return any(metadata.distributions(name="flash-attn-4"))
 
 
 def fa4_takes(spec: AttentionSpec) -> bool:
