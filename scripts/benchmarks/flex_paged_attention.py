@@ -524,13 +524,17 @@ class FlexAttention(AttentionBackend):
 def default_decode_options(q_BHD: Tensor, page_size: int) -> dict:
     if not q_BHD.is_cuda:
         return {"PARTITION_SIZE": 1}  # other partition sizes have returned wrong values on CPUs
-    return {"BLOCK_N": min(64, page_size), "num_warps": 4, "num_stages": 3 if q_BHD.shape[-1] <= 128 else 2}
+    key_bytes = q_BHD.shape[-1] * q_BHD.element_size()
+    block_n = min(64, 32768 // key_bytes, page_size)  # a tile of K and one of V for each stage, in 227 KiB
+    return {"BLOCK_N": block_n, "num_warps": 4, "num_stages": 3 if q_BHD.shape[-1] <= 128 else 2}
 
 
 def default_prefill_options(q_THD: Tensor) -> dict | None:
     """None is Inductor's choice; above a head size of 256 its three stages of K and V do not fit into shared memory."""
-    if not q_THD.is_cuda or q_THD.shape[-1] <= 256 or q_THD.dtype == torch.float32:
+    if not q_THD.is_cuda or q_THD.shape[-1] <= 256:
         return None
+    if q_THD.dtype == torch.float32:
+        return {"BLOCK_M": 32, "BLOCK_N": 16, "num_warps": 4, "num_stages": 1}
     return {"BLOCK_M": 64, "BLOCK_N": 32, "num_warps": 8, "num_stages": 1}
 
 
