@@ -11,6 +11,12 @@ import torch
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
+    Gemma4AudioConfig,
+    Gemma4Config,
+    Gemma4ForCausalLM,
+    Gemma4ForConditionalGeneration,
+    Gemma4TextConfig,
+    Gemma4VisionConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -91,6 +97,46 @@ def gemma2(seed: int = 0, **overrides) -> PreTrainedModel:
         **overrides,
     }
     return build(Gemma2ForCausalLM, Gemma2Config(**sizes), seed)
+
+
+GEMMA4_SIZES = dict(
+    SIZES,
+    num_hidden_layers=6,
+    num_kv_shared_layers=2,
+    num_key_value_heads=1,
+    layer_types=["sliding_attention", "full_attention"] * 3,
+    sliding_window=24,
+    head_dim=32,
+    global_head_dim=64,
+    hidden_size_per_layer_input=16,
+    vocab_size_per_layer_input=VOCAB,
+    final_logit_softcapping=3.0,
+    use_double_wide_mlp=True,
+    pad_token_id=0,
+)
+
+
+def gemma4(seed: int = 0, **overrides) -> PreTrainedModel:
+    """Two head sizes, a window of 24, upper layers that share keys, a soft cap that bites, layer scalars that are not one."""
+    return with_layer_scalars(build(Gemma4ForCausalLM, Gemma4TextConfig(**{**GEMMA4_SIZES, **overrides}), seed))
+
+
+def gemma4_multimodal(seed: int = 0, **overrides) -> PreTrainedModel:
+    """The same language model under its vision and audio towers."""
+    tower = dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=2)
+    config = Gemma4Config(
+        text_config=Gemma4TextConfig(**{**GEMMA4_SIZES, **overrides}),
+        vision_config=Gemma4VisionConfig(**tower, intermediate_size=32, num_key_value_heads=2, head_dim=16),
+        audio_config=Gemma4AudioConfig(**tower, subsampling_conv_channels=[8, 4], output_proj_dims=32),
+        tie_word_embeddings=False,
+    )
+    return with_layer_scalars(build(Gemma4ForConditionalGeneration, config, seed))
+
+
+def with_layer_scalars(model: PreTrainedModel) -> PreTrainedModel:
+    for index, layer in enumerate(model.get_decoder().layers):
+        layer.layer_scalar.fill_(0.9 + 0.05 * index)
+    return model
 
 
 def unshared(model: PreTrainedModel) -> PreTrainedModel:
