@@ -71,6 +71,51 @@ def test_silu_mul(T, I, dtype):
     assert_close(flex_kernels.silu_mul_triton(gate_up), flex_kernels.silu_mul_reference(gate_up))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scale", [0.5, torch.tensor([0.7], device=DEVICE)], ids=["number", "on the device"])
+@pytest.mark.parametrize("T, C, splits, with_next", [(1, 576, None, True), (3, 100, None, False), (2, 96, 3, True)])
+def test_norm_add_norm(T, C, splits, with_next, scale, dtype):
+    x = randn(T, 2 * C, dtype=dtype)[:, :C] if splits is None else randn(splits, T, C)
+    residual = randn(T, 2 * C, dtype=dtype, scale=30.0)[:, C:]
+    norm, next_norm = randn(C, dtype=dtype), randn(C, dtype=dtype) if with_next else None
+    scale = scale.to(dtype) if isinstance(scale, torch.Tensor) else scale
+    y, total = flex_kernels.norm_add_norm_triton(x, norm, 1e-6, residual, next_norm, scale)
+    expected_y, expected_total = flex_kernels.norm_add_norm_reference(x, norm, 1e-6, residual, next_norm, scale)
+    assert_close(total, expected_total)
+    assert (y is None) == (not with_next)
+    if with_next:
+        assert_close(y, expected_y)
+
+
+def test_norm_add_norm_reference_is_hugging_face():
+    from transformers.models.gemma4.modeling_gemma4 import Gemma4RMSNorm
+
+    norms = [Gemma4RMSNorm(96, eps=1e-5).to(torch.bfloat16) for _ in range(2)]
+    for norm in norms:
+        norm.weight.data = torch.randn(96).bfloat16()
+    x, residual, scale = torch.randn(4, 96).bfloat16(), torch.randn(4, 96).bfloat16(), torch.tensor([0.9]).bfloat16()
+    total = (residual + norms[0](x)) * scale
+    ours = flex_kernels.norm_add_norm_reference(x, norms[0].weight, 1e-5, residual, norms[1].weight, scale)
+    torch.testing.assert_close(ours, (norms[1](total), total), atol=0, rtol=2**-7)  # rsqrt and pow differ in the last bit
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("T, I", [(1, 16), (4, 1536), (3, 1025)])
+def test_gelu_mul(T, I, dtype):
+    gate, up = randn(T, 2 * I, dtype=dtype, scale=4.0).chunk(2, dim=-1)
+    gate[0, :2] = torch.tensor([40.0, -40.0])
+    assert_close(flex_kernels.gelu_mul_triton(gate, up), flex_kernels.gelu_mul_reference(gate, up))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_soft_cap(dtype):
+    logits = randn(3, 5000, dtype=dtype, scale=20.0)
+    logits[0, :3] = torch.tensor([1e4, -1e4, 0.0])
+    capped = flex_kernels.soft_cap_triton(logits, 30.0)
+    assert_close(capped, flex_kernels.soft_cap_reference(logits, 30.0))
+    assert capped.abs().max() == 30.0
+
+
 # --- qk_norm_rope_store ----------------------------------------------------------------------------------------------
 
 
@@ -121,6 +166,27 @@ def test_qk_norm_rope_store(T, H, HKV, D, R, with_norm, packed_kv, dtype):
         written[:HKV, 1, token_slots] = True
         assert torch.equal(buffer[~written], old[~written])
         assert not torch.equal(buffer[written], old[written])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("T, H, HKV, D", [(3, 4, 1, 64), (2, 8, 1, 512), (5, 6, 2, 32)])
+@pytest.mark.parametrize("kind", ["v normed", "v from k", "q alone"])
+def test_qk_norm_rope_store_variants(T, H, HKV, D, kind, dtype):
+    heads = {"v normed": H + 2 * HKV, "v from k": H + HKV, "q alone": H}[kind]
+    qkv, q_norm, k_norm = randn(T, heads * D, dtype=dtype, scale=3.0), randn(D, dtype=dtype), randn(D, dtype=dtype)
+    positions, token_slots = torch.randint(0, 50, (T,), device=DEVICE), torch.randperm(16, device=DEVICE)[:T]
+    results = []
+    for op in (flex_kernels.qk_norm_rope_store_triton, flex_kernels.qk_norm_rope_store_reference):
+        pools = [None, None] if kind == "q alone" else [torch.zeros(HKV, 16, D, dtype=dtype, device=DEVICE) for _ in range(2)]
+        packed_kv = kind == "v normed"
+        out = op(qkv, q_norm, k_norm, 1e-6, *rope_tables(50, D), positions, token_slots, *pools, H, packed_kv, norm_v=True)
+        results.append([*(out if packed_kv else [out]), *(pool for pool in pools if pool is not None)])
+    for actual, expected in zip(*results):
+        assert_close(actual, expected)
+    if kind != "q alone":
+        v = qkv.view(T, heads, D)[:, -HKV:].float()
+        normed = v * torch.rsqrt(v.square().mean(-1, keepdim=True) + 1e-6)
+        assert_close(results[0][-1][:, token_slots].transpose(0, 1), normed.to(dtype))
 
 
 def test_qk_norm_rope_reference_is_hugging_face():
@@ -462,6 +528,22 @@ def test_folded_norm(T, N, K, split_k, dtype):
             assert_close(y, flex_linear.linear_reference(plain, following, bias))
             y = flex_linear.gate_up_silu_triton(left, following, options)
             assert_close(y, flex_linear.gate_up_silu_reference(plain, following))
+
+
+@pytest.mark.parametrize("T, I, K, split_k", [(3, 100, 200, 1), (17, 70, 256, 3)])
+def test_gate_up_gelu(T, I, K, split_k):
+    x, weight = randn(T, K, dtype=torch.float16), randn(2 * I, K, dtype=torch.float16, scale=K**-0.5)
+    expected = flex_kernels.gelu_mul_reference(*torch.nn.functional.linear(x, weight).chunk(2, dim=-1))
+    assert_close(flex_linear.gate_up_gelu_triton(x, weight, small_options(split_k)), expected)
+
+
+def test_norm_add_norm_of_split_sums():
+    x, weight = randn(5, 200, dtype=torch.float16), randn(96, 200, dtype=torch.float16, scale=200**-0.5)
+    norms, residual = (randn(96, dtype=torch.float16), 1e-6, randn(5, 96, dtype=torch.float16)), randn(96, dtype=torch.float16)
+    splits = flex_linear.linear_splits_triton(x, weight, small_options(3))
+    expected = flex_kernels.norm_add_norm_reference(torch.nn.functional.linear(x, weight), *norms, residual)
+    for actual, wanted in zip(flex_kernels.norm_add_norm_triton(splits, *norms, residual), expected):
+        assert_close(actual, wanted)
 
 
 @pytest.mark.parametrize("batch", [2, 3, 5])
