@@ -27,6 +27,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from flex_cli import (
+    EMBEDDED,
     HelpFormatter,
     add_engine_arguments,
     add_model_arguments,
@@ -54,6 +55,7 @@ TOKEN_GATE = 2.0  # times Hugging Face's own error at that position
 LOGPROB_GATE = 1.25  # times Hugging Face's own mean error
 LOGPROB_SAMPLES = 2048  # with 768 the ratio of an engine that computes as Hugging Face does came out between 1.0 and 1.2
 FP32_LOGPROB_TOLERANCE = 1e-3  # summation order gives about 1e-5; a wrong scale, mask or position far more than this
+TextModel = Callable[[PreTrainedModel], PreTrainedModel]  # the part of a loaded model that generates text
 MIN_DISTINCT_TOKENS = 16  # fewer, and agreement says little: a model that repeats itself hides what attention does
 
 
@@ -63,15 +65,21 @@ MIN_DISTINCT_TOKENS = 16  # fewer, and agreement says little: a model that repea
 @dataclass
 class Reference:
     """Plain Hugging Face models that share no storage with the engine's: `exact` in fp32, `plain` in the dtype under test (None
-    where that is fp32). Make it before the walker, which moves the model's weights into slots of its own."""
+    where that is fp32). Make it before the walker, which moves the model's weights into slots of its own.
+
+    `whole` is the fp32 model that `exact` was taken out of, such as one that sees images too; None where they are the same.
+    """
 
     exact: PreTrainedModel
     plain: PreTrainedModel | None
+    whole: PreTrainedModel | None = None
 
     @classmethod
-    def of(cls, model: PreTrainedModel) -> Reference:
-        plain = None if model.dtype == torch.float32 else copy.deepcopy(model).eval()
-        return cls(copy.deepcopy(model).float().eval(), plain)
+    def of(cls, model: PreTrainedModel, text_model: TextModel = lambda model: model) -> Reference:
+        plain = None if model.dtype == torch.float32 else text_model(copy.deepcopy(model).eval())
+        whole = copy.deepcopy(model).float().eval()
+        exact = text_model(whole)
+        return cls(exact, plain, None if exact is whole else whole)
 
     def assert_unshared(self, model: torch.nn.Module) -> None:
         taken = {p.untyped_storage().data_ptr() for p in model.parameters()}
@@ -210,6 +218,8 @@ class NumericsReport:
     logprob_error_max_hf: float | None
     divergences: list[Divergence]
     gates: list[Gate]
+    text_against_whole: LogitError | None = None
+    engine_against_whole: LogitError | None = None
     context: dict[str, object] = field(default_factory=dict)
 
     @property
@@ -234,6 +244,9 @@ class NumericsReport:
         ]
         if self.logits_hf is not None:
             lines.append(row(f"HF {self.dtype} - HF float32", self.logits_hf))
+        if self.text_against_whole is not None:
+            lines.append(row("HF text - HF whole", self.text_against_whole))
+            lines.append(row("engine - HF whole", self.engine_against_whole))
         for divergence in self.divergences[:1]:
             lines.append(
                 f"first divergence: prompt {divergence.prompt}, position {divergence.position}: token {divergence.token}, reference "
@@ -301,6 +314,9 @@ def verify(
         )
     distinct = len({token for tokens in greedy for token in tokens})
     exact_NV = torch.stack(exact_last)
+    whole_NV = None
+    if reference.whole is not None:
+        whole_NV = torch.stack([hf_logits(reference.whole, prompt, [0])[0] for prompt in prompts])
     return NumericsReport(
         dtype=str(engine.walker.dtype).removeprefix("torch."),
         walker=type(engine.walker).__name__,
@@ -316,6 +332,8 @@ def verify(
         logprob_error_max_hf=largest_hf,
         divergences=divergences,
         gates=[token_gate, logprob_gate, variety_gate(distinct, max_new_tokens * len(prompts))],
+        text_against_whole=None if whole_NV is None else LogitError.between(exact_NV, whole_NV),
+        engine_against_whole=None if whole_NV is None else LogitError.between(last_NV, whole_NV),
     )
 
 
@@ -343,17 +361,24 @@ def _pick(rows_TV: Tensor, tokens: Sequence[int]) -> Tensor:
 
 
 def run_verification(
-    description: str | None, default_model: str, walker_class: Callable[[PreTrainedModel], Walker], argv: list[str] | None = None
+    description: str | None,
+    default_model: str,
+    walker_class: Callable[[PreTrainedModel], Walker],
+    argv: list[str] | None = None,
+    cpu_model: str = EMBEDDED,
+    text_model: TextModel = lambda model: model,
 ) -> int:
     """The whole of a verify script. Exit status 1 when a gate fails."""
-    args = build_parser(description, default_model).parse_args(argv)
+    args = build_parser(description, default_model, cpu_model).parse_args(argv)
+    resolve_model_name(args)
     if args.json:
         check_writable(args.json, "--json")
     torch.set_float32_matmul_precision("highest")  # no TF32 in the reference
     raw = load_prompts(args)
     model, tokenizer = load_untied(args) if args.load_format == "dummy" else load_model(args)
+    reference = Reference.of(model, text_model)
+    model = text_model(model)
     prompts = template_prompts(args, raw, model.config, tokenizer)
-    reference = Reference.of(model)
     with warnings.catch_warnings():
         warnings.showwarning = lambda message, *_, **__: note(f"warning: {message}")
         try:
@@ -384,9 +409,9 @@ def run_verification(
     return 0 if report.passed else 1
 
 
-def build_parser(description: str | None, default_model: str) -> argparse.ArgumentParser:
+def build_parser(description: str | None, default_model: str, cpu_model: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description, formatter_class=HelpFormatter, allow_abbrev=False)
-    add_model_arguments(parser, default_model)
+    add_model_arguments(parser, default_model, cpu_model)
     add_prompt_arguments(parser)
     add_engine_arguments(parser)
     group = parser.add_argument_group("verification")
@@ -399,7 +424,6 @@ def build_parser(description: str | None, default_model: str) -> argparse.Argume
 
 def load_untied(args: argparse.Namespace) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Random weights with an output matrix of their own: tied random weights mostly repeat the last token."""
-    resolve_model_name(args)
     config, device = find_config(args.model_name), default_device()
-    config.tie_word_embeddings = False
+    config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = False
     return dummy_model(config, resolve_dtype(args.dtype, device), device, args.seed), dummy_tokenizer(config)
