@@ -42,6 +42,19 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
+@pytest.fixture
+def interpreter(monkeypatch):
+    """Triton 3.6's interpreter, working on NumPy 2.4, which refuses int() of a one-element array."""
+    interpreter = pytest.importorskip("triton.runtime.interpreter")
+    patch_tensor = interpreter._patch_lang_tensor
+
+    def patch_tensor_and_index(tensor, scope):
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch_tensor_and_index)
+
+
 @pytest.fixture(scope="session")
 def embedded_path() -> Path:
     """Folder of the embedded model; downloads it on a fresh machine."""

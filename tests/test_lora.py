@@ -17,10 +17,7 @@ import lora_checks as lc
 import make_lora_adapter
 import tiny_models as tm
 from flex_engine import EngineConfig, FlexEngine, HFWalker, SamplingParams
-from flex_lora import Adapters
-from flex_weights import SharedWeights
 from numerics import engine_last_logits
-from interpreter import interpreter  # noqa: F401
 from qwen3_flex_inference import Qwen3Walker
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -672,15 +669,19 @@ def test_low_rank_silu_mul(interpreter, T, I, R, scaled, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
-@pytest.mark.parametrize("T, N, R, scaled", [(1, 64, 16, False), (5, 100, 32, True), (3, 576, 64, False)])
-def test_low_rank_add_norm(interpreter, T, N, R, scaled, dtype):
-    y, xa, b, scale = low_rank_inputs(T, (N,), R, dtype, scaled)
+@pytest.mark.parametrize("T, N, R, scaled, splits", [(1, 64, 16, False, 1), (5, 100, 32, True, 1), (3, 576, 64, False, 3)])
+def test_low_rank_add_norm(interpreter, T, N, R, scaled, splits, dtype):
+    both = randn(splits, T, N + R, dtype=torch.float32 if splits > 1 else dtype) * splits**-0.5
+    y, xa = both.tensor_split([N], dim=-1)
+    b, scale = randn(R, N, dtype=dtype) * R**-0.5, randn(N) if scaled else None
     rest = (randn(T, N + 3, dtype=dtype)[:, 3:], randn(N, dtype=dtype), 1e-6, scale)
     for actual, expected in zip(lk.low_rank_add_norm_triton(y, xa, b, *rest), lk.low_rank_add_norm_reference(y, xa, b, *rest)):
         assert_near(actual, expected)
 
 
-@pytest.mark.parametrize("base_dtype, adapter_dtype", [(torch.bfloat16, torch.float32), (HALF, HALF), (torch.float32,) * 2])
+@pytest.mark.parametrize(
+    "base_dtype, adapter_dtype", [(torch.bfloat16, torch.float32), (HALF, HALF), (torch.float32, torch.float32)]
+)
 def test_merge_low_rank(interpreter, base_dtype, adapter_dtype):
     """Two shapes in one call, parts of a packed weight, odd sizes, an embedding's transposed factors."""
     packed = torch.zeros(70 + 129, 130, dtype=base_dtype, device=DEVICE)

@@ -19,8 +19,6 @@ import flex_nf4 as nf4
 import lora_checks as lc
 import tiny_models as tm
 from flex_engine import EngineConfig, FlexEngine, SamplingParams
-from flex_weights import SharedWeights
-from interpreter import interpreter  # noqa: F401
 from lora_adapters import LINEAR_TARGETS
 from numerics import engine_last_logits
 from qwen3_flex_inference import Qwen3Walker
@@ -36,9 +34,9 @@ def saved(path, model=None) -> str:
     return str(path)
 
 
-def load(path, double_quant=True, dtype=torch.float32, **options):
+def load(path, double_quant=True, dtype=torch.float32):
     config = BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=double_quant, bnb_4bit_compute_dtype=dtype, **options
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=double_quant, bnb_4bit_compute_dtype=dtype
     )
     model = AutoModelForCausalLM.from_pretrained(path, quantization_config=config, dtype=dtype)
     nf4.keep_storage_layout(model)
@@ -46,10 +44,10 @@ def load(path, double_quant=True, dtype=torch.float32, **options):
 
 
 def adapt(model, **options):
+    chosen = {"r": 4, "lora_alpha": 8, "target_modules": list(LINEAR_TARGETS), "init_lora_weights": False, **options}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        config = LoraConfig(**{"r": 4, "lora_alpha": 8, "target_modules": list(LINEAR_TARGETS), "init_lora_weights": False, **options})
-        return get_peft_model(model, config).eval()
+        return get_peft_model(model, LoraConfig(**chosen)).eval()
 
 
 def engine_of(model, **options) -> FlexEngine:
@@ -101,9 +99,10 @@ def test_base_and_lora_serve_what_bitsandbytes_and_peft_compute(double_quant, tm
 
 
 @pytest.mark.parametrize(
-    "options", [dict(use_dora=True), dict(lora_bias=True), dict(target_modules=["v_proj", "lm_head"]), dict(modules_to_save=["lm_head"])],
+    "options",
+    [dict(use_dora=True), dict(lora_bias=True), dict(target_modules=["v_proj", "lm_head"]), dict(modules_to_save=["lm_head"])],
     ids=["DoRA", "lora_bias", "lm_head", "modules_to_save"],
-)  # fmt: skip
+)
 def test_lora_kinds_over_4bit(options, tmp_path):
     adapted = adapt(load(saved(tmp_path, tm.qwen3(attention_bias=True, **SIZES))), **options)
     assert_serves(engine_of(adapted), adapted, atol=1e-3)
@@ -230,7 +229,8 @@ def test_lora_keeps_its_gradient_after_an_evaluation_forward(repacked, double_qu
     engine = engine_of(adapted)
     with torch.no_grad(), adapted.disable_adapter():
         # The codes are as before; the scales were rounded to bfloat16 where they had been repacked.
-        torch.testing.assert_close(trainer_logits(adapted), expected, atol=0.3 if repacked else 1e-5, rtol=0.1 if repacked else 1e-5)
+        tolerance = dict(atol=0.3, rtol=0.1) if repacked else dict(atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(trainer_logits(adapted), expected, **tolerance)
     for name, parameter in codes_of(adapted):
         original = codes[name.removeprefix("base_model.model.").replace("base_layer.", "")]
         assert torch.equal(parameter.data.flatten(), original.flatten())
@@ -258,7 +258,8 @@ def random_codes(N, K, seed=0):
 def test_dequantize_reads_what_bitsandbytes_stores(dtype, double_quant):
     weight = (torch.randn(96, 192, generator=torch.Generator().manual_seed(0)) * 0.1).to(dtype)
     layer = Linear4bit(192, 96, bias=False, quant_type="nf4", compress_statistics=double_quant)
-    layer.weight = Params4bit(weight, requires_grad=False, quant_type="nf4", compress_statistics=double_quant, module=layer).to("cpu")
+    quantized = Params4bit(weight, quant_type="nf4", compress_statistics=double_quant, module=layer)
+    layer.weight = quantized.to("cpu")
     expected = dequantize_4bit(layer.weight.data, copy.deepcopy(layer.weight.quant_state))
     actual = nf4.float_weight(layer)
     assert actual.dtype == dtype

@@ -198,7 +198,7 @@ def peft_configs(model: nn.Module) -> dict:
 
 
 class ActiveProjection(Product):
-    """y = x Wᵀ + b + scaling · (x Aᵀ) Bᵀ part by part, times DoRA's scale; the low-rank part rides on the kernel that follows.
+    """y = x Wᵀ + b + scaling · (x Aᵀ) Bᵀ part by part, times DoRA's scale; the kernel that follows adds the low-rank part.
 
     Where it can, A lies under W in one storage, so that one product gives y and x Aᵀ; a base of another kind (NF4, or tied to the
     embedding) comes as `base`, and x Aᵀ is a product of its own. Ranks are padded to one width R for all parts, several active
@@ -214,8 +214,18 @@ class ActiveProjection(Product):
     def products(self, x_TK: Tensor) -> tuple[Tensor, Tensor]:
         """x Wᵀ + b `[T, N]` and x Aᵀ `[T, P * R]`."""
         if self.stacked is not None:
-            return self.stacked(x_TK).tensor_split([self.b_RN.shape[1]], dim=1)
+            return self.stacked(x_TK).tensor_split([self.b_RN.shape[1]], dim=-1)
         return self.base(x_TK), flex_linear.linear(x_TK, self.a_PRK.flatten(0, 1))
+
+    def split_products(self, x_TK: Tensor) -> tuple[Tensor, Tensor]:
+        """The same as sums `[S, T, N]` and `[S, T, R]` that are still to be added up."""
+        if self.stacked is not None and self.stacked.bias is None:
+            options = flex_linear.options_for(x_TK, self.stacked.weight)
+            if options is not None:
+                partial_STN = flex_linear.linear_splits_triton(x_TK, self.stacked.weight, options)
+                return partial_STN.tensor_split([self.b_RN.shape[1]], dim=-1)
+        y_TN, xa_TR = self.products(x_TK)
+        return y_TN[None], xa_TR[None]
 
     def __call__(self, x_TK: Tensor) -> Tensor:
         return add_low_rank(*self.products(x_TK), self.b_RN, self.sizes, self.scale_N)
@@ -223,7 +233,7 @@ class ActiveProjection(Product):
     def add_norm(self, x_TK: Tensor, residual_TN: Tensor, norm_N: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         if len(self.sizes) > 1:
             return super().add_norm(x_TK, residual_TN, norm_N, eps)
-        return low_rank_add_norm(*self.products(x_TK), self.b_RN, residual_TN, norm_N, eps, self.scale_N)
+        return low_rank_add_norm(*self.split_products(x_TK), self.b_RN, residual_TN, norm_N, eps, self.scale_N)
 
     def silu_gated(self, x_TK: Tensor) -> Tensor:
         return low_rank_silu_mul(*self.products(x_TK), self.b_RN, self.scale_N)

@@ -1,7 +1,7 @@
-"""Triton kernels of the LoRA modes, each beside a plain PyTorch reference of the same signature (as in flex_kernels.py).
+"""Triton kernels of the LoRA modes (flex_triton.py has the conventions).
 
-Shape suffixes: T tokens, K input features, N output features of a packed projection, R rank (padded to a power of two of at
-least 16), P parts of a projection (q, k, v are three).
+Shape suffixes besides: R rank (padded to a power of two of at least 16), P parts of a projection (q, k, v are three), S splits
+of a sum over the input features.
 """
 
 from __future__ import annotations
@@ -13,27 +13,14 @@ import torch
 from torch import Tensor
 
 from flex_kernels import rms_norm, rms_norm_reference, silu_mul_reference
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # no Triton wheel for this platform: the references run instead
-    triton = tl = None
+from flex_triton import cdiv, jit, next_power_of_2, pdl_options, tl, use_triton, wait_for_inputs
 
 MAX_PARTS = 3
 MAX_FUSED_ROWS = 256
 
 
-def _jit(fn):
-    return triton.jit(fn) if triton is not None else fn
-
-
-def _use_triton(x: Tensor) -> bool:
-    return x.is_cuda and triton is not None
-
-
 def padded_rank(rank: int) -> int:
-    return max(16, 1 << (rank - 1).bit_length())
+    return max(16, next_power_of_2(rank))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -47,7 +34,7 @@ def add_low_rank(y_TN: Tensor, xa_TPR: Tensor, b_RN: Tensor, sizes: Sequence[int
     `sizes` are the parts' widths, at most 3; `xa_TPR` is `[T, P * R]`; `b_RN` has each output's own row of B as a column, with
     the adapter's scaling folded in. y is rounded to its dtype before and after; the product and the sum are fp32, as PEFT's are.
     """
-    run = add_low_rank_triton if _use_triton(y_TN) else add_low_rank_reference
+    run = add_low_rank_triton if use_triton(y_TN) else add_low_rank_reference
     return run(y_TN, xa_TPR, b_RN, sizes, scale_N)
 
 
@@ -59,7 +46,7 @@ def add_low_rank_reference(y_TN, xa_TPR, b_RN, sizes, scale_N=None) -> Tensor:
 
 def low_rank_silu_mul(y_TN: Tensor, xa_TPR: Tensor, b_RN: Tensor, scale_N: Tensor | None = None) -> Tensor:
     """`silu_mul(add_low_rank(...))` for [gate | up]: `[T, N / 2]`."""
-    run = low_rank_silu_mul_triton if _use_triton(y_TN) else low_rank_silu_mul_reference
+    run = low_rank_silu_mul_triton if use_triton(y_TN) else low_rank_silu_mul_reference
     return run(y_TN, xa_TPR, b_RN, scale_N)
 
 
@@ -68,21 +55,26 @@ def low_rank_silu_mul_reference(y_TN, xa_TPR, b_RN, scale_N=None) -> Tensor:
 
 
 def low_rank_add_norm(
-    y_TN: Tensor, xa_TR: Tensor, b_RN: Tensor, residual_TN: Tensor, norm_N: Tensor, eps: float, scale_N: Tensor | None = None
+    y_STN: Tensor, xa_STR: Tensor, b_RN: Tensor, residual_TN: Tensor, norm_N: Tensor, eps: float, scale_N: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """`rms_norm(add_low_rank(...), norm, eps, residual)` of a projection of one part -> (normed_TN, total_TN)."""
-    if not _use_triton(y_TN):
-        return low_rank_add_norm_reference(y_TN, xa_TR, b_RN, residual_TN, norm_N, eps, scale_N)
-    if len(y_TN) > MAX_FUSED_ROWS:  # a program per row would read B once for each row
+    """`rms_norm(add_low_rank(...), norm, eps, residual)` of a projection of one part -> (normed_TN, total_TN).
+
+    The product comes as fp32 sums of S splits, or rounded with S = 1.
+    """
+    if not use_triton(y_STN):
+        return low_rank_add_norm_reference(y_STN, xa_STR, b_RN, residual_TN, norm_N, eps, scale_N)
+    if len(residual_TN) > MAX_FUSED_ROWS:  # a program per row would read B once for each row
+        y_TN, xa_TR = (x.sum(0).to(residual_TN.dtype) if len(x) > 1 else x[0] for x in (y_STN, xa_STR))
         return rms_norm(add_low_rank_triton(y_TN, xa_TR, b_RN, [y_TN.shape[1]], scale_N), norm_N, eps, residual_TN)
-    return low_rank_add_norm_triton(y_TN, xa_TR, b_RN, residual_TN, norm_N, eps, scale_N)
+    return low_rank_add_norm_triton(y_STN, xa_STR, b_RN, residual_TN, norm_N, eps, scale_N)
 
 
-def low_rank_add_norm_reference(y_TN, xa_TR, b_RN, residual_TN, norm_N, eps, scale_N=None) -> tuple[Tensor, Tensor]:
-    return rms_norm_reference(add_low_rank_reference(y_TN, xa_TR, b_RN, [y_TN.shape[1]], scale_N), norm_N, eps, residual_TN)
+def low_rank_add_norm_reference(y_STN, xa_STR, b_RN, residual_TN, norm_N, eps, scale_N=None) -> tuple[Tensor, Tensor]:
+    total_TN = add_low_rank_reference(y_STN.sum(0), xa_STR.sum(0), b_RN, [y_STN.shape[2]], scale_N)
+    return rms_norm_reference(total_TN.to(residual_TN.dtype), norm_N, eps, residual_TN)
 
 
-@_jit
+@jit
 def _low_rank_tile(
     y_ptr, xa_ptr, b_ptr, scale_ptr, rows, row_mask, cols, col_mask, part, y_stride, xa_stride, b_stride,
     R: tl.constexpr, HAS_SCALE: tl.constexpr,
@@ -98,11 +90,12 @@ def _low_rank_tile(
     return total
 
 
-@_jit
+@jit
 def _add_low_rank_kernel(
     y_ptr, xa_ptr, b_ptr, scale_ptr, out_ptr, T, y_stride, xa_stride, b_stride, n0, n1, n2,
-    R: tl.constexpr, HAS_SCALE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
+    R: tl.constexpr, HAS_SCALE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
 ):
+    wait_for_inputs(PDL)
     # No tile spans two parts: the grid is the parts' tiles one after another.
     tile = tl.program_id(0)
     part, start, end = 0, 0, n0
@@ -124,11 +117,12 @@ def _add_low_rank_kernel(
     tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=row_mask[:, None] & col_mask[None, :])
 
 
-@_jit
+@jit
 def _low_rank_silu_mul_kernel(
     y_ptr, xa_ptr, b_ptr, scale_ptr, out_ptr, T, I, y_stride, xa_stride, b_stride,
-    R: tl.constexpr, HAS_SCALE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
+    R: tl.constexpr, HAS_SCALE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
 ):
+    wait_for_inputs(PDL)
     dtype = out_ptr.dtype.element_ty
     rows = (tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
     cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -146,24 +140,29 @@ def _low_rank_silu_mul_kernel(
     tl.store(out_ptr + rows[:, None] * I + cols[None, :], out, mask=row_mask[:, None] & col_mask[None, :])
 
 
-@_jit
+@jit
 def _low_rank_add_norm_kernel(
-    y_ptr, xa_ptr, b_ptr, scale_ptr, residual_ptr, norm_ptr, out_ptr, total_ptr, eps, y_stride, xa_stride, b_stride, residual_stride,
-    N: tl.constexpr, R: tl.constexpr, HAS_SCALE: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr,
+    y_ptr, xa_ptr, b_ptr, scale_ptr, residual_ptr, norm_ptr, out_ptr, total_ptr, eps,
+    y_split_stride, y_stride, b_stride, residual_stride,
+    N: tl.constexpr, R: tl.constexpr, SPLITS: tl.constexpr, HAS_SCALE: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_inputs(PDL)
     dtype = out_ptr.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
     mask = cols < N
-    y = tl.load(y_ptr + row * y_stride + cols, mask=mask, other=0.0).to(tl.float32)
     residual = tl.load(residual_ptr + row * residual_stride + cols, mask=mask, other=0.0).to(tl.float32)
     norm = tl.load(norm_ptr + cols, mask=mask, other=0.0).to(tl.float32)
-    delta = tl.zeros((BLOCK,), tl.float32)
+    y = tl.zeros((BLOCK,), tl.float32)
+    for split in tl.static_range(SPLITS):
+        y += tl.load(y_ptr + split * y_split_stride + row * y_stride + cols, mask=mask, other=0.0).to(tl.float32)
     for first in range(0, R, UNROLL):
         for i in tl.static_range(UNROLL):
-            xa = tl.load(xa_ptr + row * xa_stride + first + i).to(tl.float32)
-            delta += xa * tl.load(b_ptr + (first + i) * b_stride + cols, mask=mask, other=0.0).to(tl.float32)
-    y += delta
+            xa = 0.0
+            for split in tl.static_range(SPLITS):
+                xa += tl.load(xa_ptr + split * y_split_stride + row * y_stride + first + i).to(tl.float32)
+            y += xa * tl.load(b_ptr + (first + i) * b_stride + cols, mask=mask, other=0.0).to(tl.float32)
     if HAS_SCALE:
         y *= tl.load(scale_ptr + cols, mask=mask, other=0.0)
     total = (y.to(dtype).to(tl.float32) + residual).to(dtype)
@@ -190,10 +189,10 @@ def add_low_rank_triton(y_TN, xa_TPR, b_RN, sizes, scale_N=None) -> Tensor:
     out_TN = torch.empty((T, N), dtype=y_TN.dtype, device=y_TN.device)
     if T:
         block_t, block_n = _tile(T)
-        _add_low_rank_kernel[sum(-(-size // block_n) for size in sizes), -(-T // block_t)](
+        _add_low_rank_kernel[sum(cdiv(size, block_n) for size in sizes), cdiv(T, block_t)](
             y_TN, xa_TPR, b_RN, scale_N, out_TN, T, y_TN.stride(0), xa_TPR.stride(0), b_RN.stride(0),
             *sizes, *[0] * (MAX_PARTS - len(sizes)),
-            R=b_RN.shape[0], HAS_SCALE=scale_N is not None, BLOCK_T=block_t, BLOCK_N=block_n, num_warps=4,
+            R=b_RN.shape[0], HAS_SCALE=scale_N is not None, BLOCK_T=block_t, BLOCK_N=block_n, num_warps=4, **pdl_options(),
         )  # fmt: skip
     return out_TN
 
@@ -204,24 +203,25 @@ def low_rank_silu_mul_triton(y_TN, xa_TPR, b_RN, scale_N=None) -> Tensor:
     out_TI = torch.empty((T, I), dtype=y_TN.dtype, device=y_TN.device)
     if T:
         block_t, block_n = _tile(T)
-        _low_rank_silu_mul_kernel[-(-I // block_n), -(-T // block_t)](
+        _low_rank_silu_mul_kernel[cdiv(I, block_n), cdiv(T, block_t)](
             y_TN, xa_TPR, b_RN, scale_N, out_TI, T, I, y_TN.stride(0), xa_TPR.stride(0), b_RN.stride(0),
-            R=b_RN.shape[0], HAS_SCALE=scale_N is not None, BLOCK_T=block_t, BLOCK_N=block_n, num_warps=4,
+            R=b_RN.shape[0], HAS_SCALE=scale_N is not None, BLOCK_T=block_t, BLOCK_N=block_n, num_warps=4, **pdl_options(),
         )  # fmt: skip
     return out_TI
 
 
-def low_rank_add_norm_triton(y_TN, xa_TR, b_RN, residual_TN, norm_N, eps, scale_N=None) -> tuple[Tensor, Tensor]:
-    T, N = y_TN.shape
-    _check(y_TN, xa_TR, b_RN, [N])
-    assert residual_TN.stride(1) == 1
-    out_TN, total_TN = torch.empty((2, T, N), dtype=y_TN.dtype, device=y_TN.device)
+def low_rank_add_norm_triton(y_STN, xa_STR, b_RN, residual_TN, norm_N, eps, scale_N=None) -> tuple[Tensor, Tensor]:
+    S, T, N = y_STN.shape
+    _check(y_STN[0], xa_STR[0], b_RN, [N])
+    assert residual_TN.stride(1) == 1 and xa_STR.stride() == y_STN.stride()
+    out_TN, total_TN = torch.empty((2, T, N), dtype=residual_TN.dtype, device=residual_TN.device)
     if T:
-        block = 1 << (N - 1).bit_length()
-        _low_rank_add_norm_kernel[T,](
-            y_TN, xa_TR, b_RN, scale_N, residual_TN, norm_N, out_TN, total_TN, eps,
-            y_TN.stride(0), xa_TR.stride(0), b_RN.stride(0), residual_TN.stride(0),
-            N=N, R=b_RN.shape[0], HAS_SCALE=scale_N is not None, BLOCK=block, UNROLL=8, num_warps=min(max(block // 512, 1), 16),
+        block = next_power_of_2(N)
+        _low_rank_add_norm_kernel[(T,)](
+            y_STN, xa_STR, b_RN, scale_N, residual_TN, norm_N, out_TN, total_TN, eps,
+            y_STN.stride(0), y_STN.stride(1), b_RN.stride(0), residual_TN.stride(0),
+            N=N, R=b_RN.shape[0], SPLITS=S, HAS_SCALE=scale_N is not None, BLOCK=block, UNROLL=8,
+            num_warps=min(max(block // 512, 1), 16), **pdl_options(),
         )  # fmt: skip
     return out_TN, total_TN
 
@@ -239,7 +239,7 @@ def merge_low_rank(
     `[M, N] = [M, N] + [M, r] @ [r, N]`, of any shapes and floating dtypes; `outs[i]` may be `bases[i]`. Weights of one kind
     (shape, dtype, strides) are one launch, so that a refresh of a whole model is bound by memory and not by launches.
     """
-    run = merge_low_rank_triton if outs and _use_triton(outs[0]) else merge_low_rank_reference
+    run = merge_low_rank_triton if outs and use_triton(outs[0]) else merge_low_rank_reference
     run(outs, bases, lefts, rights, scalings)
 
 
@@ -248,7 +248,7 @@ def merge_low_rank_reference(outs, bases, lefts, rights, scalings) -> None:
         out.copy_(torch.addmm(base.float(), left.float(), right.float(), alpha=scaling))
 
 
-@_jit
+@jit
 def _merge_low_rank_kernel(
     pointers_ptr, scalings_ptr, jobs, M, N, rank, out_stride, base_stride, left_stride, left_stride_r, right_stride_r, right_stride,
     OUT: tl.constexpr, BASE: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, ALIGNED: tl.constexpr,
@@ -302,7 +302,7 @@ def merge_low_rank_triton(outs, bases, lefts, rights, scalings) -> None:
         out, base, left, right = (kind[0] for kind in tensors)
         (M, N), device = out.shape, out.device
         block_m = block_n = 64  # 128 registers a thread: four programs on an SM hide each other's loads
-        grid = (-(-M // block_m) * -(-N // block_n), len(members))
+        grid = (cdiv(M, block_m) * cdiv(N, block_n), len(members))
         _merge_low_rank_kernel[grid](
             torch.tensor(addresses, dtype=torch.int64, device=device),
             torch.tensor([scalings[i] for i in members], dtype=torch.float32, device=device),
