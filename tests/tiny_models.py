@@ -128,6 +128,7 @@ def gemma4_multimodal(seed: int = 0, **overrides) -> PreTrainedModel:
         text_config=Gemma4TextConfig(**{**GEMMA4_SIZES, **overrides}),
         vision_config=Gemma4VisionConfig(**tower, intermediate_size=32, num_key_value_heads=2, head_dim=16),
         audio_config=Gemma4AudioConfig(**tower, subsampling_conv_channels=[8, 4], output_proj_dims=32),
+        initializer_range=SIZES["initializer_range"],
         tie_word_embeddings=False,
     )
     return with_layer_scalars(build(Gemma4ForConditionalGeneration, config, seed))
