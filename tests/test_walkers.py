@@ -119,9 +119,7 @@ def test_rope_that_depends_on_the_length_is_refused(walker, rope):
 WINDOW = 24
 
 
-@pytest.mark.parametrize(
-    "walker, build", [(HFWalker, mistral), (HFWalker, gemma2), (Qwen3Walker, WRITTEN["qwen3 with windows"])]
-)
+@pytest.mark.parametrize("walker, build", [(HFWalker, mistral), (HFWalker, gemma2), (Qwen3Walker, WRITTEN["qwen3 with windows"])])
 def test_logits_around_the_window(walker, build):
     """Lengths W-1, W, W+1 and far past it; and a window off by one would show from the first length that it touches."""
     model = build(seed=1)
@@ -132,9 +130,7 @@ def test_logits_around_the_window(walker, build):
     torch.testing.assert_close(engine_last_logits(engine, prompts), expected, atol=2e-4, rtol=1e-4)
     assert {spec.window for spec in engine.walker.specs} >= {WINDOW}
     for window, first_wrong in ((WINDOW - 1, 1), (WINDOW + 1, 2), (None, 2)):
-        engine.cache.specs = [
-            dataclasses.replace(spec, window=window if spec.window else None) for spec in engine.walker.specs
-        ]
+        engine.cache.specs = [dataclasses.replace(spec, window=window if spec.window else None) for spec in engine.walker.specs]
         wrong = (engine_last_logits(engine, prompts) - expected).abs().amax(-1) > 1e-2
         assert wrong.tolist() == [index >= first_wrong for index in range(len(prompts))]
 
@@ -259,7 +255,9 @@ def test_packing_makes_no_second_copy():
     storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()}
     assert sum(storages.values()) == sum(p.nbytes for p in model.parameters())
     layer = model.model.layers[0]
-    packed = {p.weight.untyped_storage().data_ptr() for p in (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj)}
+    packed = {
+        p.weight.untyped_storage().data_ptr() for p in (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj)
+    }
     assert len(packed) == 1
 
 

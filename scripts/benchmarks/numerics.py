@@ -345,7 +345,9 @@ def identity_gate(divergences: list[Divergence], prompts: int) -> Gate:
 def variety_gate(distinct: int, tokens: int) -> Gate:
     needed = min(MIN_DISTINCT_TOKENS, tokens)
     return Gate(
-        "variety", distinct >= needed, f"{distinct} distinct greedy tokens (>= {needed}: a model that repeats itself proves nothing)"
+        "variety",
+        distinct >= needed,
+        f"{distinct} distinct greedy tokens (>= {needed}: a model that repeats itself proves nothing)",
     )
 
 
@@ -415,7 +417,9 @@ def build_parser(description: str | None, default_model: str, cpu_model: str) ->
     add_prompt_arguments(parser)
     add_engine_arguments(parser)
     group = parser.add_argument_group("verification")
-    group.add_argument("--max_new_tokens", metavar="N", type=integer(1), default=64, help="greedy, and as many sampled ones, of each prompt")
+    group.add_argument(
+        "--max_new_tokens", metavar="N", type=integer(1), default=64, help="greedy, and as many sampled ones, of each prompt"
+    )
     group.add_argument("--seed", metavar="N", type=integer(0), default=0, help="of sampling, page order and dummy weights")
     group.add_argument("--json", metavar="FILE", help="where the report goes as JSON")
     parser.set_defaults(n_prompts=8, n=1)
