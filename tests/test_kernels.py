@@ -301,20 +301,24 @@ def test_decode_plan_covers_every_tile_once(ctas_per_sm, min_tiles):
         plan = flex_decode_attention.decode_attention_plan_triton(lengths, 2, 64, torch.float32, window, options)
         chunks = [chunk for chunk in plan.chunks_S5.tolist() if chunk[0] >= 0]
         assert chunks == plan.chunks_S5[: len(chunks)].tolist()
-        sizes = [end - begin for _, begin, end, _, _ in chunks]
+        sizes = [end - begin for _, _, begin, end, _ in chunks]
+        first_partial = 0
         assert min(sizes) >= 1 and all(a >= b - 1 for a, b in zip(sizes, sizes[1:]))
         for row, length in enumerate(lengths.tolist()):
             mine = [chunk for chunk in chunks if chunk[0] == row]
             first = max(length - window, 0) // 32 if window else 0
-            assert [tile for _, b, e, _, _ in mine for tile in range(b, e)] == list(range(first, -(-length // 32)))
-            assert [chunk[3:] for chunk in mine] == [[i, len(mine)] for i in range(len(mine))]
+            assert [tile for _, _, b, e, _ in mine for tile in range(b, e)] == list(range(first, -(-length // 32)))
+            assert [(chunk[1], chunk[4]) for chunk in mine] == [(1, i) for i in range(len(mine))]
+            assert plan.partials_B2[row].tolist() == [first_partial, len(mine)]
+            first_partial += len(mine)
+        assert first_partial <= plan.num_partials
 
 
 def test_split_rows_agree_with_unsplit():
     case = paged_case([500, 40], 4, 2, 64, 16, torch.float32)
     split = check_attention(*case, 16, block_n=16, ctas_per_sm=64)
     whole = check_attention(*case, 16, block_n=16, min_tiles=1000)
-    assert split.chunks_S5[:, 4].max() > 8 and (whole.chunks_S5[:2, 4] == 1).all()
+    assert split.partials_B2[:, 1].max() > 8 and (whole.partials_B2[:, 1] == 1).all()
 
 
 @pytest.mark.gpu
@@ -473,8 +477,8 @@ def test_noise_is_independent_across_seeds_positions_and_tokens():
 # --- skinny matrix products ------------------------------------------------------------------------------------------
 
 
-def small_options(split_k):
-    return flex_linear.LinearOptions(block_n=64, block_k=32, split_k=split_k, num_stages=2)
+def small_options(split_k, **options):
+    return flex_linear.LinearOptions(**{"block_n": 64, "block_k": 32, "split_k": split_k, "num_stages": 2} | options)
 
 
 @pytest.mark.parametrize("dtype", HALF_TYPES)
@@ -528,6 +532,27 @@ def test_folded_norm(T, N, K, split_k, dtype):
             assert_close(y, flex_linear.linear_reference(plain, following, bias))
             y = flex_linear.gate_up_silu_triton(left, following, options)
             assert_close(y, flex_linear.gate_up_silu_reference(plain, following))
+
+
+@pytest.mark.parametrize("dtype", HALF_TYPES)
+@pytest.mark.parametrize("tma", [False, True])
+@pytest.mark.parametrize("T, N, K, split_k, tail_n", [(1, 48, 64, 1, 0), (70, 136, 192, 3, 16), (5, 40, 96, 1, 16)])
+def test_wide_linear(T, N, K, split_k, tail_n, tma, dtype):
+    options = small_options(split_k, block_n=32, tail_n=tail_n, wide=True, tma=tma)
+    x, weight = randn(T, K, dtype=dtype), randn(2 * N, K, dtype=dtype, scale=K**-0.5)
+    one, bias, residual, norm_weight = weight[:N], randn(N, dtype=dtype), randn(T, N, dtype=dtype), randn(N, dtype=dtype)
+    for _ in range(2):  # the second launch finds the counters at zero again
+        y = flex_linear.linear_triton(x, one, bias, residual, options)
+        assert_close(y, flex_linear.linear_reference(x, one, bias, residual))
+    assert_close(flex_linear.gate_up_silu_triton(x, weight, options), flex_linear.gate_up_silu_reference(x, weight))
+    assert_close(flex_linear.linear_splits_triton(x, one, options).sum(0), flex_linear.linear_reference(x, one).float(), dtype)
+    normed, total = flex_linear.linear_fold_norm_triton(x, one, residual, norm_weight, 1e-6, options)
+    plain, total_reference = flex_linear.linear_add_norm_reference(x, one, residual, norm_weight, 1e-6)
+    assert_close(total, total_reference)
+    assert_close(flex_linear.plain(normed), plain)
+    left, _ = flex_linear.linear_fold_norm_reference(x, randn(K, K, dtype=dtype), x, randn(K, dtype=dtype), 1e-6)
+    y = flex_linear.gate_up_silu_triton(left, weight, options)
+    assert_close(y, flex_linear.gate_up_silu_reference(flex_linear.plain(left), weight))
 
 
 @pytest.mark.parametrize("T, I, K, split_k", [(3, 100, 200, 1), (17, 70, 256, 3)])

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flex_kernels import gelu_mul, gelu_tanh, norm_add_norm, rms_norm, rms_norm_reference, silu_mul, silu_mul_reference
-from flex_triton import cdiv, jit, next_power_of_2, pdl_options, tl, use_triton, wait_for_inputs
+from flex_triton import TensorDescriptor, cdiv, jit, next_power_of_2, pdl_options, tl, use_triton, wait_for_inputs
 
 NOT_GATED, SILU_GATED, GELU_GATED = range(3)  # what a product [gate | up] becomes: nothing, silu(gate) * up, gelu(gate) * up
 
@@ -25,6 +25,14 @@ class LinearOptions:
     num_warps: int = 4
     num_stages: int = 4  # weight tiles in flight per program
     prefetch_steps: int = 8  # weight tiles asked for while the kernel before still runs, under PDL
+    # The wide kernel: tokens along the tensor core's 64-row side, so that a program may have block_n + tail_n rows. A program
+    # per SM with equal work is what counts: two on some SMs take twice as long, for an SM's own share of L2 is the limit.
+    wide: bool = False
+    tail_n: int = 0
+    tma: bool = False  # tiles by the bulk copy engine
+    # Before a norm: leave its division to the next product, and let the last program to finish a tile add its splits up. Without
+    # it the norm's own kernel adds them up, on all SMs.
+    fold: bool = True
 
 
 # (N, K, most tokens) -> options found on an H200 (kernel_bench.py), or None where cuBLAS is faster. What is not listed takes the
@@ -145,14 +153,14 @@ def linear_add_norm(
 ) -> tuple[Tensor | Normed, Tensor]:
     """A projection to the hidden size and the norm behind it -> (normed, total_TN), total = x @ weight.T + residual.
 
-    Where the Triton kernel serves bf16, the norm costs no kernel of its own and comes as `Normed`. fp16 gets the plain norm:
-    total * norm weight may exceed its range.
+    With `options.fold` the norm costs no kernel of its own and comes as `Normed`. Not in fp16, whose range total * norm weight
+    may exceed.
     """
     if options is None:
         options = options_for(x_TK, weight_NK)
     if options is None:
         return rms_norm(F.linear(x_TK, weight_NK), norm_weight_N, eps, residual_TN)
-    run = linear_fold_norm_triton if x_TK.dtype == torch.bfloat16 else linear_add_norm_triton
+    run = linear_fold_norm_triton if options.fold and x_TK.dtype == torch.bfloat16 else linear_add_norm_triton
     return run(x_TK, weight_NK, residual_TN, norm_weight_N, eps, options)
 
 
@@ -189,18 +197,18 @@ def _scale_rows_reference(weighted_TC, squares_ST, eps) -> Tensor:
 
 @jit
 def _store_linear(
-    acc, acc_up, squares, bias_ptr, residual_ptr, norm_ptr, y_ptr, total_ptr, squares_ptr, n, t, tile_n, T, residual_stride,
-    eps, N: tl.constexpr, K: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
-    SCALED: tl.constexpr, FOLD_NORM: tl.constexpr,
+    acc, acc_up, scale, bias_ptr, residual_ptr, norm_ptr, y_ptr, total_ptr, n, t, T, residual_stride,
+    N: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, SCALED: tl.constexpr,
+    FOLD_NORM: tl.constexpr,
 ):
+    """Store a tile [n, t] of sums; the sums of squares of its columns [t] if it is to be normed."""
     mask = (n < N)[:, None] & (t < T)[None, :]
     out_offsets = t[None, :] * N + n[:, None]
     dtype = y_ptr.dtype.element_ty
     if SCALED:
-        scale = tl.rsqrt(tl.sum(squares, axis=0) / K + eps)[None, :]
-        acc *= scale
+        acc *= scale[None, :]
         if GATED:
-            acc_up *= scale
+            acc_up *= scale[None, :]
     if GATED == 1:
         acc = acc / (1.0 + tl.exp(-acc)) * acc_up
     elif GATED == 2:
@@ -209,13 +217,22 @@ def _store_linear(
         acc += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
     if HAS_RESIDUAL:
         acc += tl.load(residual_ptr + t[None, :] * residual_stride + n[:, None], mask=mask, other=0.0).to(tl.float32)
+    squares = 0.0
     if FOLD_NORM:
         total = acc.to(dtype)
         tl.store(total_ptr + out_offsets, total, mask=mask)
-        acc = total.to(tl.float32)
-        tl.store(squares_ptr + tile_n * T + t, tl.sum(acc * acc, axis=0), mask=t < T)
+        acc = tl.where(mask, total.to(tl.float32), 0.0)
+        squares = tl.sum(acc * acc, axis=0)
         acc *= tl.load(norm_ptr + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
     tl.store(y_ptr + out_offsets, acc.to(dtype), mask=mask)
+    return squares
+
+
+@jit
+def _load_squares(x_squares_ptr, t, T, X_TILES: tl.constexpr, BLOCK_X: tl.constexpr):
+    tiles = tl.arange(0, BLOCK_X)
+    mask = (tiles < X_TILES)[:, None] & (t < T)[None, :]
+    return tl.load(x_squares_ptr + tiles[:, None] * T + t[None, :], mask=mask, other=0.0)
 
 
 @jit
@@ -257,9 +274,7 @@ def _skinny_linear_kernel(
     wait_for_inputs(PDL)
     squares = 0.0
     if X_TILES > 0:  # asked for before the loop, added up behind it
-        x_tiles = tl.arange(0, BLOCK_X)
-        x_mask = (x_tiles < X_TILES)[:, None] & (t < T)[None, :]
-        squares = tl.load(x_squares_ptr + x_tiles[:, None] * T + t[None, :], mask=x_mask, other=0.0)
+        squares = _load_squares(x_squares_ptr, t, T, X_TILES, BLOCK_X)
     weight_rows = weight_ptr + n.to(tl.int64)[:, None] * weight_stride
     x_columns = x_ptr + t[None, :] * x_stride
     acc = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
@@ -282,14 +297,19 @@ def _skinny_linear_kernel(
                 w_up = tl.load(w_ptrs, mask=mask_w, other=0.0, eviction_policy="evict_first")
             acc_up = tl.dot(w_up, x, acc_up, input_precision="ieee")
 
+    scale = 1.0
+    if X_TILES > 0:
+        scale = tl.rsqrt(tl.sum(squares, axis=0) / K + eps)
     if KEEP_SPLIT:
         mask = (n < N)[:, None] & (t < T)[None, :]
         tl.store(y_ptr + (split * T + t)[None, :] * N + n[:, None], acc, mask=mask)
     elif SPLIT_K == 1:
-        _store_linear(
-            acc, acc_up, squares, bias_ptr, residual_ptr, norm_ptr, y_ptr, total_ptr, squares_ptr, n, t, tile_n, T,
-            residual_stride, eps, N, K, GATED, HAS_BIAS, HAS_RESIDUAL, X_TILES > 0, FOLD_NORM,
+        squares = _store_linear(
+            acc, acc_up, scale, bias_ptr, residual_ptr, norm_ptr, y_ptr, total_ptr, n, t, T, residual_stride, N, GATED, HAS_BIAS,
+            HAS_RESIDUAL, X_TILES > 0, FOLD_NORM,
         )
+        if FOLD_NORM:
+            tl.store(squares_ptr + tile_n * T + t, squares, mask=t < T)
     else:
         tile = tile_t * tl.num_programs(0) + tile_n
         offsets = tl.arange(0, BLOCK_N)[:, None] * BLOCK_T + tl.arange(0, BLOCK_T)[None, :]
@@ -308,10 +328,127 @@ def _skinny_linear_kernel(
                 total += tl.load(partial_ptr + i * (halves * BLOCK_N * BLOCK_T), cache_modifier=".cg")
                 if GATED:
                     total_up += tl.load(partial_ptr + (i * halves + 1) * (BLOCK_N * BLOCK_T), cache_modifier=".cg")
-            _store_linear(
-                total, total_up, squares, bias_ptr, residual_ptr, norm_ptr, y_ptr, total_ptr, squares_ptr, n, t, tile_n, T,
-                residual_stride, eps, N, K, GATED, HAS_BIAS, HAS_RESIDUAL, X_TILES > 0, FOLD_NORM,
+            squares = _store_linear(
+                total, total_up, scale, bias_ptr, residual_ptr, norm_ptr, y_ptr, total_ptr, n, t, T, residual_stride, N, GATED,
+                HAS_BIAS, HAS_RESIDUAL, X_TILES > 0, FOLD_NORM,
             )
+            if FOLD_NORM:
+                tl.store(squares_ptr + tile_n * T + t, squares, mask=t < T)
+
+
+@jit
+def _store_wide(
+    acc, scale, bias_ptr, residual_ptr, norm_ptr, y_ptr, total_ptr, n0, t, T, residual_stride, N: tl.constexpr,
+    HALVES: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, SCALED: tl.constexpr, FOLD_NORM: tl.constexpr,
+):
+    ROWS: tl.constexpr = acc.shape[1] // HALVES
+    n = n0 + tl.arange(0, ROWS)
+    up = acc
+    if HALVES == 2:  # gate and up rows lie side by side
+        acc, up = tl.split(tl.reshape(acc, [acc.shape[0], ROWS, 2]))
+    return _store_linear(
+        tl.trans(acc), tl.trans(up), scale, bias_ptr, residual_ptr, norm_ptr, y_ptr, total_ptr, n, t, T, residual_stride, N,
+        HALVES == 2, HAS_BIAS, HAS_RESIDUAL, SCALED, FOLD_NORM,
+    )
+
+
+@jit
+def _wide_offsets(n0, stride, N: tl.constexpr, ROWS: tl.constexpr, HALVES: tl.constexpr):
+    """Where the weight rows of a program begin; those past the last repeat it, and nobody stores what they give."""
+    rows = tl.arange(0, ROWS * HALVES)
+    return (tl.minimum(n0 + rows // HALVES, N - 1) + (rows % HALVES) * N).to(tl.int64) * stride
+
+
+@jit
+def _wide_linear_kernel(
+    x, x_squares_ptr, weight, weight_tail, bias_ptr, residual_ptr, norm_ptr, y_ptr, total_ptr, squares_ptr, partial_ptr,
+    arrivals_ptr, T, x_stride, weight_stride, residual_stride, eps, N: tl.constexpr, K: tl.constexpr, HALVES: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, X_TILES: tl.constexpr, FOLD_NORM: tl.constexpr,
+    KEEP_SPLIT: tl.constexpr, SPLIT_K: tl.constexpr, BLOCK_N: tl.constexpr, TAIL_N: tl.constexpr, BLOCK_X: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr, TMA: tl.constexpr, PDL: tl.constexpr,
+):
+    """y = x weight^T with all tokens in one tile, for BLOCK_N + TAIL_N weight rows per program.
+
+    TMA: x, weight and weight_tail are descriptors of [T, K] and [N, HALVES, K]; otherwise pointers. HALVES 2: gate and up.
+    """
+    wait_for_inputs(PDL)
+    tile_n, split = tl.program_id(0), tl.program_id(1)
+    n0 = tile_n * (BLOCK_N + TAIL_N)
+    n_tail = n0 + BLOCK_N
+    t = tl.arange(0, BLOCK_T)
+    steps: tl.constexpr = K // BLOCK_K
+    first, last = split * steps // SPLIT_K, (split + 1) * steps // SPLIT_K
+    squares = 0.0
+    if X_TILES > 0:  # asked for before the loop, added up behind it
+        squares = _load_squares(x_squares_ptr, t, T, X_TILES, BLOCK_X)
+    if not TMA:
+        k = tl.arange(0, BLOCK_K)
+        x_ptrs = x + tl.minimum(t, T - 1)[:, None] * x_stride + k[None, :]
+        w_ptrs = weight + _wide_offsets(n0, weight_stride, N, BLOCK_N, HALVES)[None, :] + k[:, None]
+        if TAIL_N > 0:
+            tail_ptrs = weight + _wide_offsets(n_tail, weight_stride, N, TAIL_N, HALVES)[None, :] + k[:, None]
+    acc = tl.zeros([BLOCK_T, HALVES * BLOCK_N], tl.float32)
+    if TAIL_N > 0:
+        acc_tail = tl.zeros([BLOCK_T, HALVES * TAIL_N], tl.float32)
+    for step in tl.range(first, last, num_stages=NUM_STAGES):
+        if TMA:
+            x_tile = x.load([0, step * BLOCK_K])
+            w_tile = weight.load([n0, 0, step * BLOCK_K]).reshape([HALVES * BLOCK_N, BLOCK_K]).T
+        else:
+            x_tile = tl.load(x_ptrs + step * BLOCK_K)
+            w_tile = tl.load(w_ptrs + step * BLOCK_K, eviction_policy="evict_first")
+        acc = tl.dot(x_tile, w_tile, acc, input_precision="ieee")
+        if TAIL_N > 0:
+            if TMA:
+                w_tile = weight_tail.load([n_tail, 0, step * BLOCK_K]).reshape([HALVES * TAIL_N, BLOCK_K]).T
+            else:
+                w_tile = tl.load(tail_ptrs + step * BLOCK_K, eviction_policy="evict_first")
+            acc_tail = tl.dot(x_tile, w_tile, acc_tail, input_precision="ieee")
+
+    scale = 1.0
+    if X_TILES > 0:
+        scale = tl.rsqrt(tl.sum(squares, axis=0) / K + eps)
+    merges = True
+    if KEEP_SPLIT:
+        merges = False
+        y_ptrs = y_ptr + (split * T + t)[:, None] * N + n0
+        columns = tl.arange(0, BLOCK_N)[None, :]
+        tl.store(y_ptrs + columns, acc, mask=(t < T)[:, None] & (n0 + columns < N))
+        if TAIL_N > 0:
+            columns = BLOCK_N + tl.arange(0, TAIL_N)[None, :]
+            tl.store(y_ptrs + columns, acc_tail, mask=(t < T)[:, None] & (n0 + columns < N))
+    elif SPLIT_K > 1:
+        SIZE: tl.constexpr = HALVES * (BLOCK_N + TAIL_N) * BLOCK_T
+        partial_ptrs = partial_ptr + tile_n * (SPLIT_K * SIZE) + t[:, None] * (HALVES * BLOCK_N)
+        partial_ptrs += tl.arange(0, HALVES * BLOCK_N)[None, :]
+        tl.store(partial_ptrs + split * SIZE, acc)
+        if TAIL_N > 0:
+            tail_ptrs = partial_ptr + tile_n * (SPLIT_K * SIZE) + HALVES * BLOCK_N * BLOCK_T
+            tail_ptrs += t[:, None] * (HALVES * TAIL_N) + tl.arange(0, HALVES * TAIL_N)[None, :]
+            tl.store(tail_ptrs + split * SIZE, acc_tail)
+        tl.debug_barrier()  # all of the program's partial sums are out before it counts itself
+        merges = tl.atomic_add(arrivals_ptr + tile_n, 1, sem="acq_rel") == SPLIT_K - 1
+        if merges:
+            tl.store(arrivals_ptr + tile_n, 0)
+            acc = tl.zeros_like(acc)
+            for i in tl.static_range(SPLIT_K):
+                acc += tl.load(partial_ptrs + i * SIZE, cache_modifier=".cg")
+            if TAIL_N > 0:
+                acc_tail = tl.zeros_like(acc_tail)
+                for i in tl.static_range(SPLIT_K):
+                    acc_tail += tl.load(tail_ptrs + i * SIZE, cache_modifier=".cg")
+    if merges:
+        row_squares = _store_wide(
+            acc, scale, bias_ptr, residual_ptr, norm_ptr, y_ptr, total_ptr, n0, t, T, residual_stride, N, HALVES, HAS_BIAS,
+            HAS_RESIDUAL, X_TILES > 0, FOLD_NORM,
+        )
+        if TAIL_N > 0:
+            row_squares += _store_wide(
+                acc_tail, scale, bias_ptr, residual_ptr, norm_ptr, y_ptr, total_ptr, n_tail, t, T, residual_stride, N, HALVES,
+                HAS_BIAS, HAS_RESIDUAL, X_TILES > 0, FOLD_NORM,
+            )
+        if FOLD_NORM:
+            tl.store(squares_ptr + tile_n * T + t, row_squares, mask=t < T)
 
 
 @jit
@@ -357,23 +494,43 @@ def _launch_skinny_linear(
     assert x_TK.stride(1) == weight.stride(1) == 1 and weight.shape[1] == K
     assert residual_TN is None or residual_TN.stride(1) == 1
     assert not (keep_split and isinstance(x, Normed)), "split sums are not scaled yet"
-    block_t = min(max(next_power_of_2(T), 16), 128 if gated else 256)
-    tiles_n, tiles_t = cdiv(N, options.block_n), cdiv(T, block_t)
+    block_t = min(max(next_power_of_2(T), 64 if options.wide else 16), 128 if gated and not options.wide else 256)
+    tiles_n, tiles_t, halves = cdiv(N, options.block_n + options.tail_n), cdiv(T, block_t), 2 if gated else 1
     unused = x_TK
     partial = arrivals = unused
     if options.split_k > 1 and not keep_split:
-        size = tiles_n * tiles_t * options.split_k * (2 if gated else 1) * options.block_n * block_t
+        size = tiles_n * tiles_t * options.split_k * halves * (options.block_n + options.tail_n) * block_t
         partial = torch.empty(size, dtype=torch.float32, device=x_TK.device)
         arrivals = _tile_arrivals(x_TK.device, tiles_n * tiles_t)
     norm_N, total_TN, out_squares_ST = fold or (unused, unused, unused)
-    _skinny_linear_kernel[(tiles_n, options.split_k, tiles_t)](
-        x_TK, squares_ST, weight, unused if bias_N is None else bias_N, unused if residual_TN is None else residual_TN, norm_N,
-        y, total_TN, out_squares_ST, partial, arrivals, T, x_TK.stride(0), weight.stride(0),
-        0 if residual_TN is None else residual_TN.stride(0), eps, N=N, K=K, GATED=gated, HAS_BIAS=bias_N is not None,
-        HAS_RESIDUAL=residual_TN is not None, X_TILES=len(squares_ST), FOLD_NORM=fold is not None, KEEP_SPLIT=keep_split,
-        SPLIT_K=options.split_k, BLOCK_N=options.block_n, BLOCK_X=next_power_of_2(len(squares_ST)), BLOCK_T=block_t,
-        BLOCK_K=options.block_k, NUM_STAGES=options.num_stages, PREFETCH_STEPS=options.prefetch_steps,
+    tensors = (
+        unused if bias_N is None else bias_N, unused if residual_TN is None else residual_TN, norm_N, y, total_TN,
+        out_squares_ST, partial, arrivals,
+    )  # fmt: skip
+    scalars = (T, x_TK.stride(0), weight.stride(0), 0 if residual_TN is None else residual_TN.stride(0), eps)
+    common = dict(
+        N=N, K=K, HAS_BIAS=bias_N is not None, HAS_RESIDUAL=residual_TN is not None, X_TILES=len(squares_ST),
+        FOLD_NORM=fold is not None, KEEP_SPLIT=keep_split, SPLIT_K=options.split_k, BLOCK_N=options.block_n,
+        BLOCK_X=next_power_of_2(len(squares_ST)), BLOCK_T=block_t, BLOCK_K=options.block_k, NUM_STAGES=options.num_stages,
         num_warps=options.num_warps, **pdl_options(),
+    )  # fmt: skip
+    grid = (tiles_n, options.split_k, tiles_t)
+    if not options.wide:
+        _skinny_linear_kernel[grid](
+            x_TK, squares_ST, weight, *tensors, *scalars, GATED=gated, PREFETCH_STEPS=options.prefetch_steps, **common
+        )
+        return
+    assert tiles_t == 1 and K % options.block_k == 0 and weight.shape[0] == N * halves
+    tiles = (x_TK, weight, weight)
+    if options.tma:
+        strides = [weight.stride(0), N * weight.stride(0), 1]
+        rows = [options.block_n, options.tail_n or options.block_n]
+        tiles = (
+            TensorDescriptor(x_TK, [T, K], [x_TK.stride(0), 1], [block_t, options.block_k]),
+            *(TensorDescriptor(weight, [N, halves, K], strides, [n, halves, options.block_k]) for n in rows),
+        )
+    _wide_linear_kernel[grid](
+        tiles[0], squares_ST, *tiles[1:], *tensors, *scalars, HALVES=halves, TAIL_N=options.tail_n, TMA=options.tma, **common
     )
 
 
@@ -402,7 +559,7 @@ def linear_fold_norm_triton(x, weight_NK, residual_TN, norm_weight_N, eps, optio
     """(Normed, total_TN): the last program to finish a tile adds its splits, the residual and the squares up, in order."""
     T, N = len(x), len(weight_NK)
     total_TN, weighted_TN = torch.empty_like(residual_TN), torch.empty_like(residual_TN)
-    squares_ST = torch.empty((cdiv(N, options.block_n), T), dtype=torch.float32, device=weight_NK.device)
+    squares_ST = torch.empty((cdiv(N, options.block_n + options.tail_n), T), dtype=torch.float32, device=weight_NK.device)
     fold = (norm_weight_N, total_TN, squares_ST)
     _launch_skinny_linear(x, weight_NK, weighted_TN, N, options, residual_TN=residual_TN, fold=fold)
     return Normed(weighted_TN, squares_ST, eps), total_TN

@@ -16,8 +16,9 @@ from torch import Tensor
 try:
     import triton
     import triton.language as tl
+    from triton.tools.tensor_descriptor import TensorDescriptor
 except ImportError:  # no Triton wheel for this platform: the references run instead
-    triton = tl = None
+    triton = tl = TensorDescriptor = None
 
 
 def jit(fn):

@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 
 import torch
@@ -111,9 +111,11 @@ def best_of(report: Report, op: str, batch: int, bytes_moved: float, variants: I
 
 
 def _short(variant) -> str:
+    """What an option differs in from the default."""
     if isinstance(variant, str):
         return variant
-    return " ".join(f"{key}={value}" for key, value in asdict(variant).items())
+    changed = (f.name for f in fields(variant) if getattr(variant, f.name) != f.default)
+    return f"{type(variant).__name__}({', '.join(f'{name}={getattr(variant, name)}' for name in changed)})"
 
 
 # --- compiling ahead, in parallel ------------------------------------------------------------------------------------
@@ -152,7 +154,8 @@ def _compile(job: tuple) -> str | None:
         elif kind == "attention check":
             flex_decode_attention.paged_decode_attention_triton(*attention_case(*shape, "cpu"))
         else:
-            linear_step(kind, linear_inputs(kind, batch, 1, "cpu"), options)(0)
+            x_tiles = 40 if shape is None else shape
+            linear_step(kind, linear_inputs(kind, batch, 1, "cpu"), options, x_tiles)(0)
     except Exception as error:
         return f"{kind} {batch} {shape} {options}: {type(error).__name__}: {error}"
     finally:
@@ -271,48 +274,85 @@ def linear_inputs(kind: str, batch: int, layers: int, device: str) -> LinearInpu
     return LinearInputs(values(batch, K), weights, values(batch, N), values(N))
 
 
-def linear_step(kind: str, inputs: LinearInputs, options: flex_linear.LinearOptions | str) -> Callable[[int], object]:
-    """The product with what follows it in the layer: SiLU*mul behind gate_up, residual and norm behind o and down."""
+def linear_step(
+    kind: str, inputs: LinearInputs, options: flex_linear.LinearOptions | str, x_tiles: int = 40
+) -> Callable[[int], object]:
+    """The product with what follows it in the layer: SiLU * up behind gate_up, residual and norm behind o and down.
+
+    Our qkv and gate_up read a `Normed` of `x_tiles` sums of squares, or normed rows if that is 0.
+    """
     x, residual, norm = inputs.x_TK, inputs.residual_TN, inputs.norm_weight_N
     if options == "cuBLAS":
         return {
             "qkv": lambda i: F.linear(x, inputs.weights[i]),
             "gate_up": lambda i: flex_kernels.silu_mul_triton(F.linear(x, inputs.weights[i])),
         }.get(kind, lambda i: flex_kernels.rms_norm_triton(F.linear(x, inputs.weights[i]), norm, 1e-6, residual))
-    if options == "cuBLAS alone":
-        return lambda i: F.linear(x, inputs.weights[i])
+    normed = x
+    if x_tiles:
+        squares = torch.full((x_tiles, len(x)), x.shape[1] / x_tiles, device=x.device)  # of rows that are normed already
+        normed = flex_linear.Normed(x, squares, 0.0)
     return {
-        "qkv": lambda i: flex_linear.linear_triton(x, inputs.weights[i], options=options),
-        "gate_up": lambda i: flex_linear.gate_up_silu_triton(x, inputs.weights[i], options),
-    }.get(kind, lambda i: flex_linear.linear_add_norm_triton(x, inputs.weights[i], residual, norm, 1e-6, options))
+        "qkv": lambda i: flex_linear.linear_triton(normed, inputs.weights[i], options=options),
+        "gate_up": lambda i: flex_linear.gate_up_silu_triton(normed, inputs.weights[i], options),
+    }.get(kind, lambda i: add_norm_step(x, inputs.weights[i], residual, norm, options))
+
+
+def add_norm_step(x, weight, residual, norm, options: flex_linear.LinearOptions):
+    run = flex_linear.linear_fold_norm_triton if options.fold else flex_linear.linear_add_norm_triton
+    return run(x, weight, residual, norm, 1e-6, options)
+
+
+def norm_tiles(options: flex_linear.LinearOptions | None) -> int:
+    """Sums of squares in the `Normed` that o or down leaves, 0 if it leaves normed rows."""
+    return flex_triton.cdiv(HIDDEN, options.block_n + options.tail_n) if options and options.fold else 0
 
 
 def linear_variants(kind: str, batch: int) -> list[flex_linear.LinearOptions]:
-    """Tiles to try, most promising first: (block_n, block_k, split_k, num_warps, num_stages)."""
+    """Tiles to try, most promising first."""
+
+    def skinny(*tiles: tuple[int, ...]) -> list[flex_linear.LinearOptions]:
+        """(block_n, block_k, split_k, num_warps, num_stages)"""
+        return [flex_linear.LinearOptions(*tile) for tile in tiles]
+
+    def wide(*tiles: tuple[int, ...], fold: bool = True) -> list[flex_linear.LinearOptions]:
+        """(block_n, tail_n, split_k, num_stages), by the copy engine and by the threads"""
+        return [
+            flex_linear.LinearOptions(n, 64, split, 4 if batch <= 64 else 8, stages, wide=True, tail_n=tail, tma=tma, fold=fold)
+            for n, tail, split, stages in tiles
+            for tma in ((True, False) if batch > 32 else (True,))
+        ]
+
+    # Stages: what fits beside each other in 227 KiB. A wide tile's rows are chosen so that its programs just fill 132 SMs.
     if kind == "gate_up":
-        tiles = [
-            (64, 64, 1, 4, 4), (64, 64, 1, 4, 6), (64, 128, 1, 4, 3), (128, 64, 1, 8, 4), (128, 64, 2, 8, 4),
-            (64, 64, 2, 4, 4), (128, 64, 1, 4, 4),
-        ]  # fmt: skip
-    elif kind == "qkv":
-        tiles = [
-            (128, 64, 3, 4, 4), (64, 64, 2, 4, 6), (64, 64, 1, 4, 6), (128, 64, 2, 4, 5), (128, 128, 3, 4, 3),
-            (64, 128, 2, 4, 4), (64, 64, 3, 4, 4), (256, 64, 5, 8, 4),
-        ]  # fmt: skip
-    else:
-        tiles = [
-            (128, 64, 8, 4, 4), (128, 64, 6, 4, 5), (64, 64, 4, 4, 6), (64, 64, 6, 4, 4), (64, 128, 4, 4, 4),
-            (128, 128, 8, 4, 3), (64, 64, 3, 4, 6), (128, 64, 12, 4, 4), (256, 64, 13, 8, 4),
-        ]  # fmt: skip
-    if batch > 64:  # the accumulators of 128 rows x 128 tokens fill the registers of 4 warps
-        tiles = [(n, k, split, 8 if n >= 128 else warps, stages) for n, k, split, warps, stages in tiles]
-    if batch > 128:
-        tiles = [(n, k, split, 8, min(stages, 3)) for n, k, split, _, stages in tiles[:4] if k == 64]
-    return [flex_linear.LinearOptions(*tile) for tile in tiles]
+        if batch <= 64:
+            return wide((64, 16, 1, 6)) + skinny((64, 64, 1, 4, 4), (64, 128, 1, 4, 3), (64, 64, 1, 4, 6), (128, 64, 1, 8, 4))
+        if batch <= 128:
+            return wide((64, 16, 1, 5), (128, 0, 1, 3), (64, 0, 1, 3)) + skinny((128, 64, 1, 8, 4))
+        return wide((64, 16, 1, 4), (64, 0, 1, 4), (32, 8, 1, 5))
+    if kind == "qkv":
+        if batch <= 64:
+            return wide((32, 16, 1, 8)) + skinny((64, 64, 1, 4, 6), (64, 64, 2, 4, 6), (64, 128, 2, 4, 4), (128, 64, 3, 4, 4))
+        return wide((32, 16, 1, 7 if batch <= 128 else 4), (64, 0, 1, 6 if batch <= 128 else 4))
+    if batch <= 64:
+        folded = wide((64, 16, 4, 6), (128, 0, 6, 5)) + skinny(
+            (64, 64, 3, 4, 6), (64, 64, 4, 4, 6), (64, 128, 4, 4, 4), (64, 128, 3, 4, 4), (128, 64, 6, 4, 5)
+        )
+        return folded + [replace(options, fold=False) for options in skinny((64, 64, 3, 4, 6), (64, 128, 4, 4, 4))]
+    if batch <= 128:
+        return (
+            wide((64, 16, 4, 6), (64, 0, 3, 6)) + skinny((64, 64, 3, 8, 6))
+            + wide((128, 0, 6, 5), (64, 16, 4, 6), fold=False)
+        )  # fmt: skip
+    return wide((64, 16, 4, 4), (64, 0, 3, 4)) + wide((128, 0, 6, 4), (64, 16, 4, 4), (64, 0, 3, 4), fold=False)
 
 
-def bench_linear(report: Report, batches: list[int], budget: float) -> dict[tuple[str, int], flex_linear.LinearOptions]:
-    best = {}
+Choice = dict[str, flex_linear.LinearOptions | None]  # an op's tile, None for cuBLAS
+
+
+def bench_linear(report: Report, batches: list[int], budget: float) -> dict[int, Choice]:
+    """Per batch, the tiles with the lowest sum of times: a folded norm asks a product of ours to read it, or one more kernel."""
+    best: dict[tuple[int, str, str], tuple[float, flex_linear.LinearOptions | None]] = {}
+    scale_us = {}
     for kind, (N, K) in LINEAR_SHAPES.items():
         inputs = linear_inputs(kind, max(batches), LAYERS, "cuda")
         for batch in batches:
@@ -320,16 +360,65 @@ def bench_linear(report: Report, batches: list[int], budget: float) -> dict[tupl
             part = replace(inputs, x_TK=inputs.x_TK[:batch], residual_TN=inputs.residual_TN[:batch])
             outputs = N // 2 if kind == "gate_up" else N
             moved = 2 * (N * K + batch * (K + outputs))
-
-            def step(options):
-                return linear_step(kind, part, options)
-
-            for name in ("cuBLAS alone", "cuBLAS"):
-                print(report.add(kind, batch, name, graph_us(step(name)), moved), flush=True)
-            _, best[kind, batch] = best_of(report, kind, batch, moved, linear_variants(kind, batch), step, deadline)
+            expected = linear_step(kind, part, "cuBLAS")(0)
+            if kind == "qkv":
+                normed = flex_linear.Normed(part.x_TK, torch.ones(40, batch, device="cuda"), 1e-6)
+                scale_us[batch] = graph_us(lambda i: normed.plain())
+            best[batch, kind, "cuBLAS"] = graph_us(linear_step(kind, part, "cuBLAS")), None
+            for options in linear_variants(kind, batch):
+                if time.monotonic() > deadline:
+                    print(f"{kind} {batch}: out of time before {_short(options)}")
+                    break
+                try:
+                    step = linear_step(kind, part, options)
+                    check_linear(report, f"{kind} {batch} {_short(options)}", step(0), step(0), expected)
+                    us = graph_us(step)
+                except (flex_triton.triton.TritonError, RuntimeError) as error:  # a tile that does not fit is a result
+                    print(f"{kind} {batch}: {_short(options)}: {type(error).__name__}: {str(error)[:120]}")
+                    continue
+                way = "ours" if kind in ("qkv", "gate_up") else "folded" if options.fold else "norm apart"
+                if us < best.get((batch, kind, way), (torch.inf, None))[0]:
+                    best[batch, kind, way] = us, options
+            for (_, _, way), (us, options) in [item for item in best.items() if item[0][:2] == (batch, kind)]:
+                print(report.add(kind, batch, f"{way} {_short(options) if options else ''}", us, moved), flush=True)
         del inputs, part
         torch.cuda.empty_cache()
-    return best
+    return {batch: _choose(best, batch, scale_us[batch]) for batch in batches}
+
+
+def _choose(best: dict, batch: int, scale_us: float) -> Choice:
+    choice = {}
+    for writer, reader in (("o", "gate_up"), ("down", "qkv")):
+        pairs = []
+        for way in ("cuBLAS", "norm apart", "folded"):
+            for reading in ("cuBLAS", "ours"):
+                first, second = best.get((batch, writer, way)), best.get((batch, reader, reading))
+                if first and second:
+                    extra = scale_us if (way, reading) == ("folded", "cuBLAS") else 0.0
+                    pairs.append((first[0] + second[0] + extra, first[1], second[1]))
+        _, choice[writer], choice[reader] = min(pairs, key=lambda pair: pair[0])
+    return choice
+
+
+def check_linear(report: Report, name: str, actual, again, expected) -> None:
+    """One output, or (normed, total); quiet unless it fails."""
+    outputs = [out if isinstance(out, tuple) else (out,) for out in (actual, again, expected)]
+    for first, second, wanted in zip(*outputs):
+        first, second = flex_linear.plain(first), flex_linear.plain(second)
+        error = (first.float() - wanted.float()).abs().max() / wanted.float().abs().max()
+        report.errors[name] = error.item()
+        if not error <= 2e-2 or not torch.equal(first, second):
+            report.failures.append(name)
+            print(f"FAIL {name}: error {error:.2e}, repeats {torch.equal(first, second)}", flush=True)
+
+
+def print_tuned(choices: dict[int, Choice]) -> None:
+    """A dictionary to paste into flex_linear.py."""
+    print("TUNED_LINEAR: dict[tuple[int, int, int], LinearOptions | None] = {")
+    for kind, (N, K) in LINEAR_SHAPES.items():
+        for batch, choice in sorted(choices.items()):
+            print(f"    ({N}, {K}, {batch}): {_short(choice[kind]) if choice[kind] else None},")
+    print("}", flush=True)
 
 
 # --- the small kernels -----------------------------------------------------------------------------------------------
@@ -384,8 +473,8 @@ def bench_small(report: Report, batches: list[int]) -> None:
 # --- a whole step without the language model head --------------------------------------------------------------------
 
 
-def bench_step(report: Report, batches: list[int], best: dict[tuple[str, int], flex_linear.LinearOptions]) -> None:
-    """36 layers in a row with cuBLAS or our products, with and without programmatic dependent launch."""
+def bench_step(report: Report, batches: list[int], choices: dict[int, Choice], capability: int) -> None:
+    """36 layers in a row: cuBLAS alone, the tiles of flex_linear.py with the norm apart, the best found now."""
     cos, sin = rope_tables()
     weights = {kind: linear_inputs(kind, 1, LAYERS, "cuda").weights for kind in LINEAR_SHAPES}
     norm = torch.ones(HIDDEN, device="cuda", dtype=DTYPE)
@@ -397,16 +486,28 @@ def bench_step(report: Report, batches: list[int], best: dict[tuple[str, int], f
         pages = inputs.page_table_BP.gather(1, (positions // inputs.page_size)[:, None])[:, 0].long()
         slots = pages * inputs.page_size + positions % inputs.page_size
 
-        def step(fused: set[str]):
+        def product(choice: Choice, kind: str, i: int, x, total=None):
+            weight, options = weights[kind][i], choice[kind]
+            if options is None:
+                x = flex_linear.plain(x)
+                y = F.linear(x, weight)
+                if kind == "qkv":
+                    return y
+                if kind == "gate_up":
+                    return flex_kernels.silu_mul_triton(y)
+                return flex_kernels.rms_norm_triton(y, norm, 1e-6, total)
+            if kind == "qkv":
+                return flex_linear.linear_triton(x, weight, options=options)
+            if kind == "gate_up":
+                return flex_linear.gate_up_silu_triton(x, weight, options)
+            return add_norm_step(x, weight, total, norm, options)
+
+        def step(choice: Choice):
             plan = flex_decode_attention.decode_attention_plan_triton(inputs.lengths_B, KV_HEADS, HEAD_DIM, DTYPE)
             total = hidden
             normed, _ = flex_kernels.rms_norm_triton(hidden, norm, 1e-6)
             for i in range(LAYERS):
-                w = {kind: weights[kind][i] for kind in weights}
-                if "qkv" in fused:
-                    qkv = flex_linear.linear_triton(normed, w["qkv"], options=best["qkv", batch])
-                else:
-                    qkv = F.linear(normed, w["qkv"])
+                qkv = product(choice, "qkv", i, normed)
                 q = flex_kernels.qk_norm_rope_store_triton(
                     qkv, head_norm, head_norm, 1e-6, cos, sin, positions, slots, inputs.k_pools[i], inputs.v_pools[i],
                     HEADS,
@@ -415,23 +516,31 @@ def bench_step(report: Report, batches: list[int], best: dict[tuple[str, int], f
                     q, inputs.k_pools[i], inputs.v_pools[i], inputs.page_table_BP, inputs.lengths_B, inputs.page_size,
                     HEAD_DIM**-0.5, plan=plan,
                 ).view(batch, -1)  # fmt: skip
-                for kind in ("o", "down"):
-                    if kind == "down" and "gate_up" in fused:
-                        o = flex_linear.gate_up_silu_triton(normed, w["gate_up"], best["gate_up", batch])
-                    elif kind == "down":
-                        o = flex_kernels.silu_mul_triton(F.linear(normed, w["gate_up"]))
-                    if kind in fused:
-                        normed, total = flex_linear.linear_add_norm_triton(o, w[kind], total, norm, 1e-6, best[kind, batch])
-                    else:
-                        normed, total = flex_kernels.rms_norm_triton(F.linear(o, w[kind]), norm, 1e-6, total)
-            return normed
+                normed, total = product(choice, "o", i, o, total)
+                normed, total = product(choice, "down", i, product(choice, "gate_up", i, normed), total)
+            return flex_linear.plain(normed)
 
         moved = LAYERS * (inputs.bytes_per_layer + sum(2 * n * k for n, k in LINEAR_SHAPES.values()))
-        for fused in (set(), {"o", "down"}, {"o", "down", "gate_up"}, set(LINEAR_SHAPES)):
-            for flex_triton.PDL in (False, True):
-                us = graph_us(lambda i: step(fused), calls=1)
-                name = f"ours: {' '.join(sorted(fused)) or 'none'}; PDL {'on' if flex_triton.PDL else 'off'}"
-                print(report.add("36 layers", batch, name, us, moved), flush=True)
+        tuned = {kind: flex_linear.linear_options(batch, N, K, kind == "gate_up") for kind, (N, K) in LINEAR_SHAPES.items()}
+        before = {kind: options and replace(options, fold=False) for kind, options in tuned.items()}
+        folded = choices[batch] if batch in choices else tuned
+        eager = {kind: options and replace(options, prefetch_steps=0) for kind, options in folded.items()}
+        rows = (
+            ("cuBLAS only", dict.fromkeys(LINEAR_SHAPES), False), ("cuBLAS only, PDL", dict.fromkeys(LINEAR_SHAPES), True),
+            ("tiles of flex_linear.py, norm apart", before, False), ("best tiles, norm folded", folded, False),
+            ("best tiles, norm folded, PDL without prefetch", eager, True), ("best tiles, norm folded, PDL", folded, True),
+        )  # fmt: skip
+        jobs = {
+            (kind, batch, x_tiles, options, pdl)
+            for _, choice, pdl in rows
+            for kind, options in choice.items()
+            if options
+            for x_tiles in {0, norm_tiles(choice["down" if kind == "qkv" else "o"])}
+        }
+        compile_ahead([(capability, *job) for job in jobs])
+        for name, choice, flex_triton.PDL in rows:
+            us = graph_us(lambda i: step(choice), calls=1)
+            print(report.add("36 layers", batch, name, us, moved), flush=True)
         flex_triton.PDL = False
         del inputs
         torch.cuda.empty_cache()
@@ -492,12 +601,7 @@ def check_all(report: Report) -> None:
             expected = linear_step(kind, inputs, "cuBLAS")(0)
             for options in linear_variants(kind, batch)[:4]:
                 step = linear_step(kind, inputs, options)
-                actual, again = step(0), step(0)
-                if isinstance(actual, tuple):
-                    actual, again = torch.stack(actual), torch.stack(again)
-                wanted = torch.stack(expected) if isinstance(expected, tuple) else expected
-                report.check(f"linear {kind} {batch} {_short(options)[:40]}", actual, wanted, 2e-2)
-                report.check(f"linear {kind} {batch} repeats", again, actual, 0.0)
+                check_linear(report, f"linear {kind} {batch} {_short(options)}", step(0), step(0), expected)
 
     for dtype in (torch.float32, DTYPE, torch.float16):
         for filters in (False, True):
@@ -510,32 +614,54 @@ def check_all(report: Report) -> None:
                 report.check(f"{name} {which}", a[same], b[same], 1e-4)
 
 
+SECTIONS = ("checks", "small", "attention", "linear", "step")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--json", type=Path, help="write every figure to this file")
     parser.add_argument("--batches", type=int, nargs="+", default=[8, 32, 64, 128, 256])
     parser.add_argument("--budget", type=float, default=40.0, help="seconds for each of the two sweeps (default: 40)")
+    parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=SECTIONS, help="what to run (default: everything)")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("needs a CUDA GPU")
     major, minor = torch.cuda.get_device_capability()
-    jobs = [("attention", args.batches[0], None, options, False) for options in ATTENTION_TILES]
-    for dtype in (DTYPE, torch.float32):
-        jobs += [("attention check", 8, (*case, dtype), None, False) for case in ATTENTION_CHECKS]
-    jobs += [
-        (kind, batch, None, options, pdl)
-        for pdl in (False, True)
-        for batch in args.batches
-        for kind in LINEAR_SHAPES
-        for options in linear_variants(kind, batch)
-    ]
-    compile_ahead([(major * 10 + minor, *job) for job in jobs])
+    capability = major * 10 + minor
+    jobs = []
+    if "attention" in args.sections:
+        jobs += [("attention", args.batches[0], None, options, False) for options in ATTENTION_TILES]
+    if "checks" in args.sections:
+        for dtype in (DTYPE, torch.float32):
+            jobs += [("attention check", 8, (*case, dtype), None, False) for case in ATTENTION_CHECKS]
+        jobs += [
+            (kind, batch, None, options, False)
+            for batch in (1, 8, 63, 128)
+            for kind in LINEAR_SHAPES
+            for options in linear_variants(kind, batch)[:4]
+        ]
+    if "linear" in args.sections:
+        jobs += [
+            (kind, batch, None, options, False)
+            for batch in args.batches
+            for kind in LINEAR_SHAPES
+            for options in linear_variants(kind, batch)
+        ]
+    compile_ahead([(capability, *job) for job in jobs])
     report = Report()
-    check_all(report)
-    bench_small(report, args.batches)
-    bench_attention(report, args.batches, args.budget)
-    best = bench_linear(report, args.batches, args.budget)
-    bench_step(report, args.batches, best)
+    choices = {}
+    if "checks" in args.sections:
+        check_all(report)
+    if "small" in args.sections:
+        bench_small(report, args.batches)
+    if "attention" in args.sections:
+        bench_attention(report, args.batches, args.budget)
+    if "linear" in args.sections:
+        choices = bench_linear(report, args.batches, args.budget)
+    if "step" in args.sections:
+        bench_step(report, args.batches, choices, capability)
+    if choices:
+        print_tuned(choices)
     if args.json:
         device = torch.cuda.get_device_properties(0)
         args.json.write_text(
