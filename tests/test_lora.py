@@ -17,6 +17,7 @@ import lora_checks as lc
 import make_lora_adapter
 import tiny_models as tm
 from flex_engine import EngineConfig, FlexEngine, HFWalker, SamplingParams
+from gemma4_flex_inference import Gemma4Walker
 from numerics import engine_last_logits
 from qwen3_flex_inference import Qwen3Walker
 
@@ -142,6 +143,19 @@ def test_tied_embeddings(options, mode):
 def test_llama_with_biases(options, mode):
     adapted = adapt(tm.llama(attention_bias=True, mlp_bias=True), **options)
     assert_serves(engine_of(adapted, mode), adapted, atol=1e-3, rtol=1e-4)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("options", [{}, dict(target_modules=["embed_tokens", "q_proj", "lm_head"])], ids=["seven", "embedding"])
+def test_gemma4(options, mode):
+    """Projections with GELU gates and sandwich norms, layers that read others' keys, a scaled embedding."""
+    adapted = adapt(tm.gemma4(), **options)
+    walker = Gemma4Walker(adapted, lora_mode=mode)
+    engine = FlexEngine(walker, config=EngineConfig(max_batch_size=4, max_seq_len=96, page_size=16))
+    assert_serves(engine, adapted)
+    train_step(adapted)
+    engine.refresh_lora()
+    assert_serves(engine, adapted)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -469,6 +483,12 @@ def test_verify_no_drift(make, mode):
     assert json.loads(json.dumps(report.as_dict()))["base_bit_identical"] is True
 
 
+def test_verify_no_drift_needs_a_written_walker():
+    engine = FlexEngine(HFWalker(tm.qwen3()), config=EngineConfig(max_batch_size=2, max_seq_len=32, page_size=16))
+    with pytest.raises(ValueError, match="HFWalker runs PEFT's own layers"):
+        lc.verify_no_drift(engine)
+
+
 def test_verify_no_drift_fails_where_something_drifts(monkeypatch):
     def onto_itself(outs, bases, *factors):
         lk.merge_low_rank_reference(outs, outs, *factors)
@@ -514,9 +534,12 @@ def test_merge_rounding_grows_with_the_delta():
     assert lc.merge_rounding(adapt(tm.qwen3())).share == pytest.approx(1, abs=1e-4)
 
 
-def test_mode_errors():
+def test_merge_rounding_report():
     adapted = adapt(tm.qwen3())
-    errors = lc.mode_errors(Qwen3Walker, adapted, PROMPTS, max_tokens=8)
+    report = lc.merge_rounding_report(Qwen3Walker, adapted, PROMPTS, max_tokens=8)
+    assert json.loads(json.dumps(report.as_dict()))["rounding"]["share"] == pytest.approx(1, abs=1e-4)
+    assert "a merge keeps 100.0% of the delta" in str(report) and "hf_generate" in str(report)
+    errors = report.errors
     assert errors.keys() == {"hf_generate", "merged", "active"}
     assert all(error.max_abs < 1e-3 and 0 <= error.kl < 1e-6 and error.tokens == 24 for error in errors.values())
     other = lc.LogprobError.between(torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -2.0]))
@@ -569,7 +592,8 @@ def test_load_adapter_names_what_does_not_fit(saved):
         assert all(word in str(error.value) for word in words), str(error.value)
 
     fails(lambda state: {k: v for k, v in state.items() if k != name}, f"{name} is not in the file")
-    fails(lambda state: state | {name.replace("layers.0", "layers.7"): whole[name].clone()}, "layers.7", "has no place in the model")
+    strange = name.replace("layers.0", "layers.7")
+    fails(lambda state: state | {strange: whole[name].clone()}, f"{strange} has no place in the model")
     fails(lambda state: {k.replace("self_attn", "attention"): v for k, v in state.items()}, "attention.k_proj", "and 13 more")
     targets = dict(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"])
     get_peft_model(tm.qwen3(), IA3Config(**targets)).save_pretrained(path)

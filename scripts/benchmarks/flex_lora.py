@@ -206,8 +206,9 @@ class ActiveProjection(Product):
     """
 
     def __init__(
-        self, a_PRK: Tensor, b_RN: Tensor, sizes: list[int], stacked: Projection | None, base: Product | None, scale_N: Tensor | None
-    ):
+        self, a_PRK: Tensor, b_RN: Tensor, sizes: list[int], stacked: Projection | None = None, base: Product | None = None,
+        scale_N: Tensor | None = None,
+    ):  # fmt: skip
         self.a_PRK, self.b_RN, self.sizes, self.scale_N = a_PRK, b_RN, sizes, scale_N
         self.stacked, self.base = stacked, base
 

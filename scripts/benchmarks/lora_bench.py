@@ -158,7 +158,7 @@ def nf4_variants(N: int) -> Iterator[flex_nf4.NF4Options]:
 
 def with_lora(base: flex_nf4.NF4Projection, sizes: list[int], K: int) -> ActiveProjection:
     a_PRK, b_RN = randn(len(sizes), RANK, K, scale=K**-0.5), randn(RANK, sum(sizes), scale=0.02)
-    return ActiveProjection(a_PRK, b_RN, sizes, None, base, None)
+    return ActiveProjection(a_PRK, b_RN, sizes, base=base)
 
 
 def bench_nf4(report: Report, batches: list[int], budget: float) -> None:

@@ -1,7 +1,7 @@
 """What a rollout does to a trainer's weights and probabilities: nothing may drift, and what rounding costs is measured.
 
-`verify_no_drift` is --verify_no_drift. `merge_rounding` says how much of an adapter a merge into 16-bit weights keeps;
-`mode_errors` how far each LoRA mode's log-probabilities lie from the trainer's own forward.
+`verify_no_drift` is --verify_no_drift. `merge_rounding_report` says how much of an adapter a merge into 16-bit weights keeps, and
+how far each LoRA mode's log-probabilities lie from the trainer's own forward.
 """
 
 from __future__ import annotations
@@ -80,6 +80,8 @@ def verify_no_drift(
     seed: int = 0,
 ) -> DriftReport:
     """Whether refreshing leaves a trace. The engine's walker must be a written one; a model without adapter gets a fresh one."""
+    if not hasattr(engine.walker, "adapters"):
+        raise ValueError(f"{type(engine.walker).__name__} runs PEFT's own layers: there are no weights of the engine's to drift")
     model = engine.walker.model
     if not any(True for _ in active_tensors(model)):
         fresh_adapter(model, seed=seed)
@@ -197,6 +199,35 @@ def trainer_logprobs(model: nn.Module, prompt: Sequence[int], completion: Sequen
     ids = torch.tensor([[*prompt, *completion]], device=device)
     logits_TV = model(input_ids=ids).logits[0, len(prompt) - 1 : -1].float()
     return logits_TV.log_softmax(-1).gather(1, ids[0, len(prompt) :, None])[:, 0]
+
+
+@dataclass
+class MergeRoundingReport:
+    """What merging costs beside the exact mode."""
+
+    rounding: MergeRounding
+    errors: dict[str, LogprobError]
+    """Of each LoRA mode, and under "hf_generate" of Hugging Face's generate: the yardstick."""
+
+    def as_dict(self) -> dict[str, object]:
+        return asdict(self)
+
+    def __str__(self) -> str:
+        share, unmoved = self.rounding.share, self.rounding.unmoved
+        lines = [f"a merge keeps {share:.1%} of the delta and leaves {unmoved:.1%} of its weights unmoved"]
+        lines += [
+            f"{name:<12} log-probabilities off by {error.mean_abs:.2g} (mean), {error.max_abs:.2g} (max), KL {error.kl:.2g}"
+            for name, error in self.errors.items()
+        ]
+        return "\n".join(lines)
+
+
+def merge_rounding_report(
+    walker_class, model: nn.Module, prompts: Sequence[Sequence[int]], max_tokens: int = 64, config: EngineConfig | None = None,
+    seed: int = 0,
+) -> MergeRoundingReport:  # fmt: skip
+    """Both parts for the active adapters of `model`. See `mode_errors` about other engines on the same model."""
+    return MergeRoundingReport(merge_rounding(model), mode_errors(walker_class, model, prompts, max_tokens, config, seed))
 
 
 @torch.no_grad()

@@ -1,7 +1,8 @@
 """Writes a LoRA adapter in PEFT's format that is not a no-op: rank 32 on all seven projections, B random instead of zero.
 
     python scripts/benchmarks/make_lora_adapter.py --model_name qwen3-4b-base
-    python scripts/benchmarks/qwen3_flex_inference.py --load_format dummy --model_name qwen3-4b-base --lora_adapter outputs/lora_rank32_fresh
+    python scripts/benchmarks/qwen3_flex_inference.py --load_format dummy --model_name qwen3-4b-base \\
+        --lora_adapter outputs/lora_rank32_fresh
 
 Only the model's config is read, and only the adapter is allocated.
 """
