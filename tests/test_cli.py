@@ -289,7 +289,7 @@ class FakeEngine:
             outputs.append(RequestOutput(index, ids, [] if error else [completion] * params.n, error))
         return outputs
 
-    def capture(self, progress=False) -> None:
+    def capture(self, progress=False, groups=False) -> None:
         pass
 
     def reset_stats(self) -> None:

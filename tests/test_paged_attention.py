@@ -24,6 +24,7 @@ from flex_paged_attention import (
     document_block_mask,
     document_blocks,
     make_backend,
+    measured_choice,
     paged_block_mask,
 )
 
@@ -416,3 +417,17 @@ def test_copy_pages_copies_every_layer():
         new, old = layer.unflatten(2, (8, PAGE)), old.unflatten(2, (8, PAGE))
         assert torch.equal(new[:, :, [1, 2]], old[:, :, [3, 5]])
         assert torch.equal(new[:, :, [0, 3, 4, 5, 6, 7]], old[:, :, [0, 3, 4, 5, 6, 7]])
+
+
+@pytest.mark.parametrize("batch_size", [1, 64, 200, 1000])
+def test_auto_on_a_gpu_takes_what_measured_fastest_and_says_why(batch_size):
+    name, reason = measured_choice(batch_size)
+    assert name == "triton" and "flex" in reason and "H200" in reason
+    backend = make_backend("auto", torch.device("cuda"), {"block_n": 32}, batch_size=batch_size)
+    assert backend.name == name and backend.reason == reason and backend.kernel_options.block_n == 32
+    assert not make_backend("triton", torch.device("cuda")).reason  # asked for, not chosen
+
+
+def test_the_other_backends_decode_options_are_refused_by_name():
+    with pytest.raises(ValueError, match="BLOCK_N"):
+        make_backend("triton", torch.device("cuda"), {"BLOCK_N": 32})

@@ -203,13 +203,19 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         help="decode steps between two looks of the host (default: 16, on a CPU 1)",
     )
     group.add_argument(
-        "--attention_backend", choices=("auto", "flex", "triton", "sdpa"), default="auto", help="auto: triton, on a CPU sdpa"
+        "--attention_backend", choices=("auto", "flex", "triton", "sdpa"), default="auto", help="auto: what measured fastest, on a CPU sdpa"
     )
     group.add_argument(
         "--fa4_prefill",
         action=argparse.BooleanOptionalAction,
         default=None,
         help="prefill through FlashAttention 4 (default: where it is installed, on sm_90 to sm_110)",
+    )
+    group.add_argument(
+        "--shared_prefix",
+        action=argparse.BooleanOptionalAction,
+        default=EngineConfig.shared_prefix,
+        help="decode reads the pages of a prompt once for all of its completions; only with --attention_backend triton",
     )
     for phase in ("decode", "prefill"):
         group.add_argument(
@@ -322,6 +328,7 @@ def engine_config(args: argparse.Namespace, prompts: list[Prompt], model_config:
         decode_kernel_options=args.decode_kernel_options,
         prefill_kernel_options=args.prefill_kernel_options,
         fa4_prefill=args.fa4_prefill,
+        shared_prefix=args.shared_prefix,
     )
 
 
@@ -555,6 +562,7 @@ class RunStats:
     capture_seconds: float = 0.0
     capture_seconds_per_bucket: dict[str, float] = field(default_factory=dict)
     graph_memory_gb: float = 0.0
+    shared_prefix_tokens: int | None = None
     pages_total: int | None = None
     peak_allocated_gb: float | None = None
     peak_reserved_gb: float | None = None
@@ -681,6 +689,8 @@ def run_script(
             engine = FlexEngine(walker, tokenizer, engine_config(args, prompts, model.config))
         except ValueError as error:
             fail(str(error))
+        if engine.backend.reason:
+            note(f"attention backend: {engine.backend.name} ({engine.backend.reason})")
         return run_benchmark(engine, prompts, args)
 
 
@@ -690,7 +700,8 @@ def run_benchmark(engine: FlexEngine, prompts: list[Prompt], args: argparse.Name
     Prompts that can't be run are named one by one and left out; they make the exit status 1. Round r samples with seed + r.
     """
     if not args.ignore_eos:  # sequences will end one by one, down through every bucket
-        engine.capture(progress=True)
+        distinct = {tuple(prompt.token_ids) for prompt in prompts}
+        engine.capture(progress=True, groups=args.n > 1 or len(distinct) < len(prompts))
     warm_up = engine.generate([p.token_ids for p in prompts], sampling_params(args), progress=True, skip_invalid=True)
     reasons = [prompt.error or output.error for prompt, output in zip(prompts, warm_up)]
     invalid = {index: reason for index, reason in enumerate(reasons) if reason}
@@ -765,6 +776,7 @@ def add_engine_stats(stats: RunStats, totals: EngineStats, prepared: EngineStats
     stats.compile_seconds, stats.capture_seconds = totals.compile_seconds, totals.capture_seconds
     stats.capture_seconds_per_bucket = {str(bucket): s for bucket, s in totals.capture_seconds_per_bucket.items()}
     stats.graph_memory_gb, stats.pages_total = totals.graph_memory_gb, totals.total_pages
+    stats.shared_prefix_tokens = totals.shared_prefix_tokens
     stats.fallbacks += totals.fallbacks
     late = totals.compile_seconds + totals.capture_seconds - prepared.compile_seconds - prepared.capture_seconds
     if late > 0:

@@ -27,6 +27,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
@@ -35,6 +36,7 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from flex_decode_attention import MIN_SHARED_KEYS
 from flex_kernels import SlotColumn, advance_rows, gather_rows
 from flex_paged_attention import (
     Attend,
@@ -202,6 +204,7 @@ class EngineConfig:
     decode_kernel_options: dict | None = None
     prefill_kernel_options: dict | None = None
     fa4_prefill: bool | None = None  # None: where FlashAttention 4 is installed and has kernels for the GPU
+    shared_prefix: bool = True  # completions of one prompt read its pages together, where the attention backend can
 
     def __post_init__(self) -> None:
         for name in ("max_batch_size", "max_seq_len", "prefill_token_budget"):
@@ -228,6 +231,7 @@ class EngineStats:
     decode_steps: int = 0
     preemptions: int = 0
     peak_pages_used: int = 0
+    shared_prefix_tokens: int = 0  # keys that a row read together with the row before it, over all steps
     compile_seconds: float = 0.0
     capture_seconds: float = 0.0
     capture_seconds_per_bucket: dict[int, float] = field(default_factory=dict)
@@ -318,8 +322,9 @@ class FlexEngine:
             self._fall_back(warning)
         self.backend = make_backend(
             self.config.attention_backend, self.device, self.config.decode_kernel_options,
-            self.config.prefill_kernel_options, fa4_prefill,
+            self.config.prefill_kernel_options, fa4_prefill, self.config.max_batch_size,
         )  # fmt: skip
+        self.shared_prefix = self.config.shared_prefix and self.backend.reads_shared_pages_once
         self.buckets = decode_buckets(self.config.max_batch_size)
         self.cache = PagedKVCache(
             walker.specs, self._num_pages(), self.config.page_size, self.config.max_batch_size,
@@ -328,7 +333,7 @@ class FlexEngine:
         self.state = DecodeState(self.config.max_batch_size, steps, self.device)
         self.eos_ids = end_of_sequence_ids(walker.model, tokenizer)
         self.steps_per_look = steps
-        self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self.graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}  # by row count, and whether rows share pages
         self.graph_pool = None
         self._scheduler: Scheduler | None = None
         self.reset_stats()
@@ -402,13 +407,16 @@ class FlexEngine:
         self._synchronize()
         self._stats.refresh_seconds += time.perf_counter() - started
 
-    def capture(self, progress: bool = False) -> None:
-        """Captures every bucket's graph now instead of at its first use."""
+    def capture(self, progress: bool = False, groups: bool = False) -> None:
+        """Captures every bucket's graph now instead of at its first use; with `groups` also those of sequences that share their
+        prompt's pages."""
         self.wake_up()
+        kinds = [False, True] if groups and self.shared_prefix else [False]
         if self.use_graphs:
             with torch.no_grad(), torch.autocast(self.device.type, enabled=False), self.walker.session():
                 for bucket in tqdm(self.buckets[::-1], "capturing", disable=None if progress else True):
-                    self._graph(bucket)
+                    for shares_pages in kinds:
+                        self._graph(bucket, shares_pages)
 
     def sleep(self) -> None:
         """Gives the KV pool's memory to whoever needs it next, such as a training step. Graphs stay valid."""
@@ -563,7 +571,8 @@ class FlexEngine:
         running, state = scheduler.running, self.state
         bucket = next(size for size in self.buckets if size >= len(running))
         slots = [sequence.slot for sequence in running] + [PADDING_SLOT] * (bucket - len(running))
-        graph = self._graph(bucket) if self.use_graphs else None
+        shared_tokens = scheduler.shared_tokens() if self.shared_prefix else 0
+        graph = self._graph(bucket, shared_tokens > 0) if self.use_graphs else None
         self.cache.upload()
         state.row_slot[:bucket] = torch.tensor(slots, device=self.device)
         state.step.zero_()
@@ -572,30 +581,33 @@ class FlexEngine:
             if graph is not None:
                 graph.replay()
             else:
-                self._decode_step(bucket, max_length=longest + step)
+                self._decode_step(bucket, shared_tokens > 0, max_length=longest + step)
         for host, ring in ((state.host_tokens, state.ring_tokens), (state.host_logprobs, state.ring_logprobs)):
             host[:steps].copy_(ring[:steps], non_blocking=True)
         self._synchronize()
         self._stats.decode_seconds += time.perf_counter() - started
         self._stats.decode_steps += steps
+        self._stats.shared_prefix_tokens += shared_tokens * steps
         return self._look(scheduler, steps)
 
-    def _decode_step(self, bucket: int, max_length: int | None = None) -> None:
+    def _decode_step(self, bucket: int, shares_pages: bool = False, max_length: int | None = None) -> None:
         """One token for each row; the body of a captured graph, so no tensor may leave the device."""
         state = self.state
         slots_B = state.row_slot[:bucket]
         rows = gather_rows(slots_B, state.ints, state.floats, self.cache.page_table, self.config.page_size)
-        batch = DecodeBatch(rows.positions_B, rows.token_slots_B, rows.lengths_B, rows.page_table_BP, max_length)
+        batch = DecodeBatch(
+            rows.positions_B, rows.token_slots_B, rows.lengths_B, rows.page_table_BP, max_length, shares_pages
+        )
         logits_BV = self.walker.forward(rows.tokens_B, rows.positions_B, Attend(self.cache, batch, self.backend))
         sampled = sample(
             logits_BV, rows.temperature_B, rows.top_k_B, rows.top_p_B, rows.min_p_B, rows.seeds_B, rows.positions_B
         )
         advance_rows(slots_B, state.ints, state.step, state.ring_tokens, state.ring_logprobs, *sampled)
 
-    def _graph(self, bucket: int) -> torch.cuda.CUDAGraph:
+    def _graph(self, bucket: int, shares_pages: bool = False) -> torch.cuda.CUDAGraph:
         """The captured decode step of `bucket` rows. Warm-up and capture run on the padding slot alone."""
-        if bucket in self.graphs:
-            return self.graphs[bucket]
+        if (bucket, shares_pages) in self.graphs:
+            return self.graphs[bucket, shares_pages]
         started, reserved = time.perf_counter(), torch.cuda.memory_reserved(self.device)
         rows = self.state.row_slot.clone()
         self.state.row_slot.zero_()
@@ -604,13 +616,13 @@ class FlexEngine:
         with torch.cuda.stream(stream):
             for _ in range(2):
                 self.state.step.zero_()
-                self._decode_step(bucket)
+                self._decode_step(bucket, shares_pages)
         self._synchronize()
         compiled = time.perf_counter()
         self.state.step.zero_()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self.graph_pool, stream=stream):
-            self._decode_step(bucket)
+            self._decode_step(bucket, shares_pages)
         self.graph_pool = self.graph_pool or graph.pool()
         self.state.row_slot.copy_(rows)
         self._synchronize()
@@ -619,9 +631,10 @@ class FlexEngine:
             warnings.warn(reason, stacklevel=2)
         self._stats.compile_seconds += compiled - started
         self._stats.capture_seconds += done - compiled
-        self._stats.capture_seconds_per_bucket[bucket] = done - started
+        per_bucket = self._stats.capture_seconds_per_bucket
+        per_bucket[bucket] = per_bucket.get(bucket, 0.0) + done - started
         self._stats.graph_memory_gb += (torch.cuda.memory_reserved(self.device) - reserved) / 1e9
-        self.graphs[bucket] = graph
+        self.graphs[bucket, shares_pages] = graph
         return graph
 
     def _look(self, scheduler: Scheduler, steps: int) -> int:
@@ -696,7 +709,10 @@ class AdmittedBatch:
 
 
 class Scheduler:
-    """Who waits, who runs, and in which slots and pages. First come, first served; the newest is preempted."""
+    """Who waits, who runs, and in which slots and pages. First come, first served; the newest is preempted.
+
+    `running` is in the order of admission, so the completions of a prompt stand side by side, however many have ended.
+    """
 
     def __init__(self, cache: PagedKVCache, num_slots: int, sequences: list[Sequence]):
         self.cache, self.pages = cache, cache.pages
@@ -782,6 +798,17 @@ class Scheduler:
                     self.cache.assign(sequence.slot, new, start=len(sequence.pages))
                     sequence.pages += new
         return steps
+
+    def shared_tokens(self) -> int:
+        """Keys that running sequences hold in the same pages as the sequence before them, where that pays."""
+        total = 0
+        for before, sequence in pairwise(self.running):
+            full = len(sequence.prefix.token_ids) // self.pages.page_size
+            # A prefix that was dropped and computed anew lies in other pages.
+            if full and sequence.prefix is before.prefix and sequence.pages[0] == before.pages[0]:
+                keys = full * self.pages.page_size
+                total += keys if keys >= MIN_SHARED_KEYS else 0
+        return total
 
     def _make_room(self, sequence: Sequence) -> None:
         idle = {id(other.prefix): other.prefix for other in self.waiting if other.prefix.pages is not None}

@@ -20,7 +20,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cache as memoize
 from importlib import metadata
 from math import prod
@@ -238,6 +238,7 @@ class DecodeBatch:
     position 0 and an all-zero page list.
 
     `max_length` bounds the row lengths when the host knows it (None inside a captured graph: the whole page list counts).
+    `shares_pages`: neighbouring rows may begin with the same pages, and the backend may read these once for all of them.
     """
 
     positions_T: Tensor
@@ -245,6 +246,7 @@ class DecodeBatch:
     lengths_B: Tensor
     page_table_BP: Tensor
     max_length: int | None = None
+    shares_pages: bool = False
 
     @classmethod
     def of(cls, positions_B: Tensor, page_table_BP: Tensor, page_size: int, max_length: int | None = None) -> DecodeBatch:
@@ -323,6 +325,8 @@ class AttentionBackend:
     """Attention over packed documents and over pages. `plan` is what all layers of one forward share."""
 
     name: str
+    reads_shared_pages_once = False  # where `DecodeBatch.shares_pages` says that there may be some
+    reason = ""  # why `auto` took it
 
     def plan(self, cache: PagedKVCache, batch: PrefillBatch | DecodeBatch):
         raise NotImplementedError
@@ -620,33 +624,53 @@ def document_blocks(starts_T: np.ndarray, window: int | None, block: int) -> tup
 
 
 class TritonAttention(FlexAttention):
-    """The paged decode kernel of flex_kernels; prefill stays with flex."""
+    """The paged decode kernel of flex_decode_attention; prefill stays with flex."""
 
     name = "triton"
+    reads_shared_pages_once = True
 
     def __init__(self, decode_options: dict | None = None, prefill_options: dict | None = None, fa4_prefill: bool = False):
         super().__init__(None, prefill_options, fa4_prefill)
+        known = {option.name for option in fields(flex_decode_attention.DecodeOptions)}
+        if unknown := set(decode_options or ()) - known:
+            raise ValueError(f"decode_kernel_options {sorted(unknown)}: the triton backend has {sorted(known)}")
         self.kernel_options = flex_decode_attention.DecodeOptions(**decode_options) if decode_options else None
 
     def plan(self, cache: PagedKVCache, batch: PrefillBatch | DecodeBatch):
         if isinstance(batch, PrefillBatch):
             return super().plan(cache, batch)
-        lengths_B = batch.lengths_B
+        pages_BP, lengths_B = batch.page_table_BP, batch.lengths_B
 
         @memoize
-        def work_for(window: int | None, num_kv_heads: int, head_dim: int) -> flex_decode_attention.DecodePlan:
+        def work_for(
+            window: int | None, num_heads: int, num_kv_heads: int, head_dim: int
+        ) -> flex_decode_attention.DecodePlan:
+            shared = flex_decode_attention.SharedPages(pages_BP, cache.page_size, num_heads) if batch.shares_pages else None
             return flex_decode_attention.decode_attention_plan(
-                lengths_B, num_kv_heads, head_dim, cache.dtype, window, self.kernel_options
+                lengths_B, num_kv_heads, head_dim, cache.dtype, window, self.kernel_options, shared
             )
 
-        return batch.page_table_BP, lengths_B, cache.page_size, work_for
+        return pages_BP, lengths_B, cache.page_size, work_for
 
     def decode(self, q_BHD: Tensor, k_pool_HND: Tensor, v_pool_HND: Tensor, spec: AttentionSpec, plan) -> Tensor:
         pages_BP, lengths_B, page_size, work_for = plan
         return flex_decode_attention.paged_decode_attention(
             q_BHD, k_pool_HND, v_pool_HND, pages_BP, lengths_B, page_size, spec.scale, spec.window, spec.softcap,
-            work_for(spec.window, spec.num_kv_heads, spec.head_dim),
+            work_for(spec.window, spec.num_heads, spec.num_kv_heads, spec.head_dim),
         )  # fmt: skip
+
+
+# Microseconds of one layer's decode attention with its share of the plan or block mask, by rows: Qwen3-4B's shape (32/8 heads
+# of 128, bf16), lengths 128 ... 640, on an H200, by kernel_bench.py (triton: middle of 31 ... 37 and of 100 ... 116).
+DECODE_MICROSECONDS = {"triton": {64: 34.0, 256: 108.0}, "flex": {64: 41.6, 256: 126.0}}
+
+
+def measured_choice(batch_size: int) -> tuple[str, str]:
+    """The backend that decodes fastest on a GPU at the measured row count nearest to `batch_size`, and why in words."""
+    rows = min(DECODE_MICROSECONDS["triton"], key=lambda measured: abs(measured - batch_size))
+    figures = {name: by_rows[rows] for name, by_rows in DECODE_MICROSECONDS.items()}
+    words = ", ".join(f"{name} {us:g} us" for name, us in figures.items())
+    return min(figures, key=figures.get), f"{words} a layer, measured at {rows} rows on an H200"
 
 
 def make_backend(
@@ -655,11 +679,15 @@ def make_backend(
     decode_options: dict | None = None,
     prefill_options: dict | None = None,
     fa4_prefill: bool = False,
+    batch_size: int = 64,
 ) -> AttentionBackend:
-    """`auto` is the measured choice: triton on a GPU (results/flex_vs_vllm.md), sdpa on a CPU (README)."""
+    """`auto` is the measured choice for decoding `batch_size` rows; the backend then knows the `reason`. On a CPU it is sdpa."""
     on_gpu = torch.device(device).type == "cuda"
     if name == "auto":
-        name = "triton" if on_gpu else "sdpa"
+        name, reason = measured_choice(batch_size) if on_gpu else ("sdpa", "the quickest on a CPU")
+        backend = make_backend(name, device, decode_options, prefill_options, fa4_prefill)
+        backend.reason = reason
+        return backend
     if name == "sdpa":
         return SdpaAttention()
     if name == "flex":

@@ -110,7 +110,7 @@ def steady_batch(engine: FlexEngine, batch_size: int, context: int, steps: int) 
 
             def step() -> None:
                 state.step.zero_()
-                graph.replay() if graph is not None else engine._decode_step(bucket, start + steps)
+                graph.replay() if graph is not None else engine._decode_step(bucket, max_length=start + steps)
 
             yield step
     finally:
