@@ -151,6 +151,8 @@ def _compile(job: tuple) -> str | None:
     try:
         if kind == "attention":
             attention_step(attention_inputs(batch, 1, "cpu"), options)(0)
+        elif kind == "shared prefix":
+            shared_prefix_step(shared_prefix_inputs(*shape, batch, 1, "cpu"), options, share=True)(0)
         elif kind == "attention check":
             flex_decode_attention.paged_decode_attention_triton(*attention_case(*shape, "cpu"))
         else:
@@ -244,6 +246,76 @@ def bench_attention(report: Report, batches: list[int], budget: float) -> None:
         print(report.add("plan", batch, "once per step", plan_us, 0), flush=True)
         del inputs
         torch.cuda.empty_cache()
+
+
+# --- completions that share their prompt's pages ----------------------------------------------------------------------
+
+SHARED_PROMPTS, COMPLETIONS, NEW_TOKENS = (512, 2048), 8, 512
+SHARED_TILES = [
+    flex_decode_attention.DecodeOptions(block_n, 4, num_stages, ctas_per_sm, shared_queries=queries)
+    for block_n, num_stages, ctas_per_sm, queries in (
+        (32, 3, 8, 32), (64, 2, 4, 32), (32, 3, 8, 64), (64, 2, 4, 64), (64, 3, 4, 32), (64, 3, 4, 64), (32, 4, 8, 32),
+        (32, 3, 8, 16), (32, 3, 4, 32), (64, 2, 8, 32), (32, 3, 12, 32),
+    )
+]  # fmt: skip
+
+
+def shared_prefix_inputs(prompt: int, completions: int, batch: int, layers: int, device: str) -> AttentionInputs:
+    """`batch` rows, `completions` of each prompt, with 1 ... NEW_TOKENS keys of their own; pages shuffled."""
+    inputs = attention_inputs(batch, 0, device)
+    page, generator = inputs.page_size, torch.Generator().manual_seed(0)
+    prefix, own = prompt // page, NEW_TOKENS // page
+    groups = batch // completions
+    pages = torch.randperm(groups * prefix + batch * own, generator=generator) + 1
+    table_BP = torch.zeros(batch, flex_triton.cdiv(prefix + own, 16) * 16, dtype=torch.long)
+    table_BP[:, :prefix] = pages[: groups * prefix].view(groups, 1, prefix).expand(-1, completions, -1).flatten(0, 1)
+    table_BP[:, prefix : prefix + own] = pages[groups * prefix :].view(batch, own)
+    lengths_B = prompt + torch.randint(1, NEW_TOKENS + 1, (batch,), generator=generator)
+    shape = (KV_HEADS, (len(pages) + 1) * page, HEAD_DIM)
+    pools = [torch.empty(shape, dtype=DTYPE, device=device) for _ in range(2 * layers)]
+    for pool in pools if device != "cpu" else ():
+        pool.normal_()
+    return replace(
+        inputs, k_pools=pools[::2], v_pools=pools[1::2], page_table_BP=table_BP.int().to(device),
+        lengths_B=lengths_B.int().to(device),
+    )  # fmt: skip
+
+
+def shared_prefix_plan(inputs: AttentionInputs, options, share: bool) -> flex_decode_attention.DecodePlan:
+    shared = flex_decode_attention.SharedPages(inputs.page_table_BP, inputs.page_size, HEADS) if share else None
+    return flex_decode_attention.decode_attention_plan_triton(inputs.lengths_B, KV_HEADS, HEAD_DIM, DTYPE, None, options, shared)
+
+
+def shared_prefix_step(inputs: AttentionInputs, options, share: bool) -> Callable[[int], torch.Tensor]:
+    plan = shared_prefix_plan(inputs, options, share)
+    return lambda i: flex_decode_attention.paged_decode_attention_triton(
+        inputs.q_BHD, inputs.k_pools[i], inputs.v_pools[i], inputs.page_table_BP, inputs.lengths_B, inputs.page_size,
+        HEAD_DIM**-0.5, plan=plan,
+    )
+
+
+def bench_shared_prefix(report: Report, batches: list[int], budget: float) -> None:
+    """Off, and on in every tile: floors count each row's keys with sharing off, each page once with sharing on."""
+    for prompt in SHARED_PROMPTS:
+        for batch in batches:
+            inputs = shared_prefix_inputs(prompt, COMPLETIONS, batch, LAYERS, "cuda")
+            key_bytes = KV_HEADS * HEAD_DIM * 2 * 2
+            once = inputs.bytes_per_layer - prompt * (batch - batch // COMPLETIONS) * key_bytes
+            off, on = (shared_prefix_step(inputs, None, share) for share in (False, True))
+            name = f"shared prefix {prompt} batch {batch}"
+            unshared = off(0)
+            report.check(name, on(0), unshared, 1e-2)
+            again = torch.stack([on(0) for _ in range(20)])
+            report.check(f"{name} repeats", again, again[:1], 0.0)
+            op = f"prompt {prompt} x{COMPLETIONS}"
+            print(report.add(op, batch, "off", graph_us(off), inputs.bytes_per_layer), flush=True)
+            print(report.add(op, batch, "on, default tiles", graph_us(on), once), flush=True)
+            plan_us = graph_us(lambda i: shared_prefix_plan(inputs, None, share=True))
+            print(report.add("plan, shared", batch, "once per step", plan_us, 0), flush=True)
+            deadline = time.monotonic() + budget / len(batches) / len(SHARED_PROMPTS)
+            best_of(report, op, batch, once, SHARED_TILES, lambda o: shared_prefix_step(inputs, o, True), deadline)
+            del inputs, off, on
+            torch.cuda.empty_cache()
 
 
 # --- matrix products -------------------------------------------------------------------------------------------------
@@ -614,7 +686,7 @@ def check_all(report: Report) -> None:
                 report.check(f"{name} {which}", a[same], b[same], 1e-4)
 
 
-SECTIONS = ("checks", "small", "attention", "linear", "step")
+SECTIONS = ("checks", "small", "attention", "shared", "linear", "step")
 
 
 def main() -> int:
@@ -631,6 +703,12 @@ def main() -> int:
     jobs = []
     if "attention" in args.sections:
         jobs += [("attention", args.batches[0], None, options, False) for options in ATTENTION_TILES]
+    if "shared" in args.sections:
+        jobs += [
+            ("shared prefix", args.batches[-1], (prompt, COMPLETIONS), options, False)
+            for prompt in SHARED_PROMPTS[:1]
+            for options in SHARED_TILES
+        ]
     if "checks" in args.sections:
         for dtype in (DTYPE, torch.float32):
             jobs += [("attention check", 8, (*case, dtype), None, False) for case in ATTENTION_CHECKS]
@@ -656,6 +734,8 @@ def main() -> int:
         bench_small(report, args.batches)
     if "attention" in args.sections:
         bench_attention(report, args.batches, args.budget)
+    if "shared" in args.sections:
+        bench_shared_prefix(report, args.batches, args.budget)
     if "linear" in args.sections:
         choices = bench_linear(report, args.batches, args.budget)
     if "step" in args.sections:
