@@ -49,6 +49,8 @@ class PersistentCB:
             workload_hints=hints,
         ) as manager:
             parents = [manager.add_request(prompt, max_new_tokens=limit) for prompt, limit in zip(prompts, max_tokens)]
+            if None in parents:
+                raise RuntimeError("continuous batching took no more requests; its log says why")
             ids = [request for parent in parents for request in (parent, *(f"{parent}__child#{i}" for i in range(n - 1)))]
             completions = collect(manager, len(ids))
         return [completions[request] for request in ids]
