@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.util
+import os
 import subprocess
 import sys
 import weakref
@@ -12,6 +13,7 @@ import weakref
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from peft.tuners.lora.bnb import Linear4bit
 
 import gemma4_flex_inference
 import lora_checks
@@ -19,7 +21,7 @@ import tiny_models
 import verify_gemma4_numerics
 from conftest import SCRIPTS
 from flex_engine import Attend, DecodeBatch, EngineConfig, FlexEngine, HFWalker, PagedKVCache, SamplingParams
-from flex_nf4 import quantize_nf4
+from flex_nf4 import load_4bit, quantize_nf4
 from gemma4_flex_inference import Gemma4Walker, text_model
 from lora_adapters import LINEAR_TARGETS, load_adapter
 from numerics import LogitError, engine_last_logits, hf_greedy, hf_logits, shuffle_free_pages
@@ -431,13 +433,28 @@ def test_an_adapted_embedding_is_scaled_like_the_table(model, prompts):
 def test_4bit_with_lora(prompts):
     sizes = dict(intermediate_size=128, hidden_size_per_layer_input=64)  # rows of whole blocks
     raw = quantize_nf4(gemma4_multimodal(seed=1, **sizes), torch.float32)
-    text = text_model(raw)
-    assert text.is_loaded_in_4bit
-    trainer = adapted(text)
+    trainer = adapted(text_model(raw))
+    assert type(trainer.get_base_model().model.layers[0].mlp.up_proj) is Linear4bit, "PEFT knows that the base is 4-bit"
     expected = last_logits(trainer, prompts)
     engine = make_engine(Gemma4Walker(trainer))
     assert engine.walker.adapters.mode == "active"
     torch.testing.assert_close(engine_last_logits(engine, prompts), expected, atol=2e-4, rtol=1e-4)
+
+
+def test_4bit_checkpoints(tmp_path, prompts):
+    """Quantized while it loads, and quantized before: such checkpoints come without the tied output matrix."""
+    sizes = dict(intermediate_size=128, hidden_size_per_layer_input=64, tie_word_embeddings=True)
+    raw = gemma4_multimodal(seed=1, **sizes)
+    raw.config.tie_word_embeddings = True
+    raw.tie_weights()
+    raw.save_pretrained(tmp_path / "plain")
+    loaded = load_4bit(str(tmp_path / "plain"), torch.float32, torch.device("cpu"))
+    loaded.save_pretrained(tmp_path / "quantized")
+    expected = last_logits(loaded, prompts)
+    again = load_4bit(str(tmp_path / "quantized"), torch.float32, torch.device("cpu"))
+    for model in (loaded, again):
+        engine = make_engine(Gemma4Walker(text_model(model)))
+        torch.testing.assert_close(engine_last_logits(engine, prompts), expected, atol=2e-4, rtol=1e-4)
 
 
 def test_layer_scalars_are_followed(model, prompts):
@@ -532,3 +549,43 @@ def test_preset_has_the_real_shapes():
 
         model = Gemma4ForCausalLM(config)
     assert 4.5e9 < sum(p.numel() for p in model.parameters()) < 5.2e9
+
+
+COMPILE = """
+import kernel_bench, torch
+import flex_decode_attention as decode, flex_kernels as kernels, flex_linear as linear
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+driver.set_active(kernel_bench._CompileOnly(90))
+run = JITFunction.run
+JITFunction.run = lambda self, *args, grid, warmup, **options: run(self, *args, grid=grid, warmup=True, **options)
+bf16, T, C = torch.bfloat16, 64, 1536
+def x(*shape, dtype=bf16):
+    return torch.empty(*shape, dtype=dtype)
+for sums in (x(T, C), x(4, T, C, dtype=torch.float32)):
+    kernels.norm_add_norm_triton(sums, x(C), 1e-6, x(T, C), x(C), x(1))
+kernels.norm_add_norm_triton(x(T, 256), x(256), 1e-3, x(T, 256), scale=2**-0.5)
+kernels.gelu_mul_triton(x(T, 256), x(T, 35, 256)[:, 3])
+kernels.soft_cap_triton(x(T, 4096), 30.0)
+linear.gate_up_gelu_triton(x(T, C), x(256, C))
+lengths, table = torch.full((T,), 640, dtype=torch.int32), torch.zeros(T, 10, dtype=torch.int32)
+index = torch.zeros(T, dtype=torch.int64)
+for D, window in ((256, 512), (512, None)):
+    pool, rope = x(1, 4096, D), x(640, D, dtype=torch.float32)
+    for heads, pools in ((10, (pool, pool)), (8, (None, None))):
+        qkv = x(T, heads * D)
+        kernels.qk_norm_rope_store_triton(qkv, x(D), x(D), 1e-6, rope, rope, index, index, *pools, 8, norm_v=True)
+    for shared in (None, decode.SharedPages(table, 64, 8)):
+        plan = decode.decode_attention_plan_triton(lengths, 1, D, bf16, window, shared=shared)
+        decode.paged_decode_attention_triton(x(T, 8, D), pool, pool, table, lengths, 64, 1.0, window, None, plan)
+"""
+
+
+def test_kernels_compile_for_hopper_at_the_real_head_sizes():
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    pytest.importorskip("triton")
+    result = subprocess.run(
+        [sys.executable, "-c", COMPILE], cwd=SCRIPTS, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert result.returncode == 0, result.stderr

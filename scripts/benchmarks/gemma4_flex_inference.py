@@ -1,7 +1,7 @@
 """Rollouts with Gemma-4's language model: full and sliding attention side by side, keys shared by the upper layers, text only.
 
-    python scripts/benchmarks/gemma4_flex_inference.py                       # gemma-4-E2B-it on a GPU, random weights of a tiny one on a CPU
-    python scripts/benchmarks/gemma4_flex_inference.py --capture_cudagraph --load_format dummy --model_name gemma-4-e2b-it
+    python scripts/benchmarks/gemma4_flex_inference.py           # gemma-4-E2B-it on a GPU, random weights of a tiny one on a CPU
+    python scripts/benchmarks/gemma4_flex_inference.py --load_format dummy      # random weights at E2B's shapes, no network
 
 Of a multimodal checkpoint the language model is kept, and vision and audio are dropped. Gemma-4 needs transformers 5.5 or later.
 """
@@ -52,7 +52,7 @@ class Layer:
 
 
 class Gemma4Walker(WrittenWalker):
-    """Gemma-4's text model: norms before and after each branch, v normed, scores not scaled, GELU-gated MLP, an embedding per layer.
+    """Gemma-4's text model: norms on both sides of each branch, v normed, scores not scaled, GELU gate, an embedding per layer.
 
     Takes a Gemma4ForCausalLM or a whole Gemma4ForConditionalGeneration, of which it walks the language model.
     """
@@ -64,7 +64,8 @@ class Gemma4Walker(WrittenWalker):
         refuse_variants(config)
         hold, projection = self.weights.hold, self.projection
         self.eps = config.rms_norm_eps
-        self.embed, self.embed_scale = self.embedding(decoder.embed_tokens), self.rounded(config.hidden_size**0.5)
+        self.embed = self.embedding(decoder.embed_tokens)
+        self.embed_scale = self.rounded(config.hidden_size**0.5)
         self.input_size = config.hidden_size_per_layer_input or 0
         if self.input_size:
             self.embed_inputs = self.embedding(decoder.embed_tokens_per_layer)
@@ -150,7 +151,8 @@ class Gemma4Walker(WrittenWalker):
     def layer_inputs(self, tokens_T: Tensor, x_TC: Tensor) -> Tensor:
         """Each layer's own embedding of the tokens, mixed with a projection of the common one: `[T, layers, P]`."""
         config = self.config
-        if config.vocab_size_per_layer_input < config.vocab_size:  # ids beyond have none of their own; padding's serves, as for images
+        if config.vocab_size_per_layer_input < config.vocab_size:
+            # Ids beyond have no embedding here: padding's serves, as Hugging Face does for images.
             tokens_T = tokens_T.where(tokens_T < config.vocab_size_per_layer_input, config.pad_token_id)
         own = (self.embed_inputs(tokens_T) * self.input_scale).view(-1, self.input_size)
         common = self.project_inputs(x_TC).view(-1, self.input_size)

@@ -1,6 +1,6 @@
 """Is the engine right? Gemma-4 in the engine against plain Hugging Face on the same prompts; exit status 1 if a gate fails.
 
-    python scripts/benchmarks/verify_gemma4_numerics.py                      # gemma-4-E2B-it on a GPU, random weights of a tiny one on a CPU
+    python scripts/benchmarks/verify_gemma4_numerics.py          # gemma-4-E2B-it on a GPU, random weights of a tiny one on a CPU
     python scripts/benchmarks/verify_gemma4_numerics.py --model_name path/to/gemma-4 --dtype float32
     python scripts/benchmarks/verify_gemma4_numerics.py --load_format dummy --model_name gemma-4-e2b-it --json report.json
 
