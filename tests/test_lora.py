@@ -690,6 +690,7 @@ def test_add_low_rank(interpreter, T, sizes, R, scaled, dtype):
 def test_low_rank_silu_mul(interpreter, T, I, R, scaled, dtype):
     y, xa, b, scale = low_rank_inputs(T, (I, I), R, dtype, scaled)
     assert_near(lk.low_rank_silu_mul_triton(y, xa, b, scale), lk.low_rank_silu_mul_reference(y, xa, b, scale))
+    assert_near(lk.low_rank_gelu_mul_triton(y, xa, b, scale), lk.low_rank_gelu_mul_reference(y, xa, b, scale))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])

@@ -27,7 +27,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import flex_linear
-from flex_lora_kernels import MAX_PARTS, add_low_rank, low_rank_add_norm, low_rank_silu_mul, merge_low_rank, padded_rank
+from flex_lora_kernels import (
+    MAX_PARTS,
+    add_low_rank,
+    low_rank_add_norm,
+    low_rank_gelu_mul,
+    low_rank_silu_mul,
+    merge_low_rank,
+    padded_rank,
+)
 from flex_nf4 import NF4Projection, float_weight, is_4bit
 from flex_weights import Embedding, Product, Projection, SharedWeights
 
@@ -238,6 +246,9 @@ class ActiveProjection(Product):
 
     def silu_gated(self, x_TK: Tensor) -> Tensor:
         return low_rank_silu_mul(*self.products(x_TK), self.b_RN, self.scale_N)
+
+    def gelu_gated(self, x_TK: Tensor) -> Tensor:
+        return low_rank_gelu_mul(*self.products(x_TK), self.b_RN, self.scale_N)
 
 
 @dataclass(eq=False)

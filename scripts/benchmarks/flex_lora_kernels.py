@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from flex_kernels import rms_norm, rms_norm_reference, silu_mul_reference
+from flex_kernels import gelu_mul_reference, gelu_tanh, rms_norm, rms_norm_reference, silu_mul_reference
 from flex_triton import cdiv, jit, next_power_of_2, pdl_options, tl, use_triton, wait_for_inputs
 
 MAX_PARTS = 3
@@ -52,6 +52,17 @@ def low_rank_silu_mul(y_TN: Tensor, xa_TPR: Tensor, b_RN: Tensor, scale_N: Tenso
 
 def low_rank_silu_mul_reference(y_TN, xa_TPR, b_RN, scale_N=None) -> Tensor:
     return silu_mul_reference(add_low_rank_reference(y_TN, xa_TPR, b_RN, [y_TN.shape[1] // 2] * 2, scale_N))
+
+
+def low_rank_gelu_mul(y_TN: Tensor, xa_TPR: Tensor, b_RN: Tensor, scale_N: Tensor | None = None) -> Tensor:
+    """The same with gelu in its tanh approximation."""
+    run = low_rank_gelu_mul_triton if use_triton(y_TN) else low_rank_gelu_mul_reference
+    return run(y_TN, xa_TPR, b_RN, scale_N)
+
+
+def low_rank_gelu_mul_reference(y_TN, xa_TPR, b_RN, scale_N=None) -> Tensor:
+    gate_up_TN = add_low_rank_reference(y_TN, xa_TPR, b_RN, [y_TN.shape[1] // 2] * 2, scale_N)
+    return gelu_mul_reference(*gate_up_TN.chunk(2, dim=-1))
 
 
 def low_rank_add_norm(
@@ -118,9 +129,10 @@ def _add_low_rank_kernel(
 
 
 @jit
-def _low_rank_silu_mul_kernel(
+def _low_rank_gate_kernel(
     y_ptr, xa_ptr, b_ptr, scale_ptr, out_ptr, T, I, y_stride, xa_stride, b_stride,
-    R: tl.constexpr, HAS_SCALE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
+    R: tl.constexpr, GELU: tl.constexpr, HAS_SCALE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     wait_for_inputs(PDL)
     dtype = out_ptr.dtype.element_ty
@@ -135,7 +147,11 @@ def _low_rank_silu_mul_kernel(
         y_stride, xa_stride, b_stride, R, HAS_SCALE,
     )  # fmt: skip
     gate = gate.to(dtype).to(tl.float32)
-    activated = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
+    if GELU:
+        activated = gelu_tanh(gate)
+    else:
+        activated = gate / (1.0 + tl.exp(-gate))
+    activated = activated.to(dtype).to(tl.float32)
     out = (activated * up.to(dtype).to(tl.float32)).to(dtype)
     tl.store(out_ptr + rows[:, None] * I + cols[None, :], out, mask=row_mask[:, None] & col_mask[None, :])
 
@@ -198,14 +214,23 @@ def add_low_rank_triton(y_TN, xa_TPR, b_RN, sizes, scale_N=None) -> Tensor:
 
 
 def low_rank_silu_mul_triton(y_TN, xa_TPR, b_RN, scale_N=None) -> Tensor:
+    return _low_rank_gate(y_TN, xa_TPR, b_RN, scale_N, gelu=False)
+
+
+def low_rank_gelu_mul_triton(y_TN, xa_TPR, b_RN, scale_N=None) -> Tensor:
+    return _low_rank_gate(y_TN, xa_TPR, b_RN, scale_N, gelu=True)
+
+
+def _low_rank_gate(y_TN: Tensor, xa_TPR: Tensor, b_RN: Tensor, scale_N: Tensor | None, gelu: bool) -> Tensor:
     T, I = y_TN.shape[0], y_TN.shape[1] // 2
     _check(y_TN, xa_TPR, b_RN, [I, I])
     out_TI = torch.empty((T, I), dtype=y_TN.dtype, device=y_TN.device)
     if T:
         block_t, block_n = _tile(T)
-        _low_rank_silu_mul_kernel[cdiv(I, block_n), cdiv(T, block_t)](
+        _low_rank_gate_kernel[cdiv(I, block_n), cdiv(T, block_t)](
             y_TN, xa_TPR, b_RN, scale_N, out_TI, T, I, y_TN.stride(0), xa_TPR.stride(0), b_RN.stride(0),
-            R=b_RN.shape[0], HAS_SCALE=scale_N is not None, BLOCK_T=block_t, BLOCK_N=block_n, num_warps=4, **pdl_options(),
+            R=b_RN.shape[0], GELU=gelu, HAS_SCALE=scale_N is not None, BLOCK_T=block_t, BLOCK_N=block_n, num_warps=4,
+            **pdl_options(),
         )  # fmt: skip
     return out_TI
 
