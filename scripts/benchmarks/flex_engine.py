@@ -403,7 +403,7 @@ class FlexEngine:
         started = time.perf_counter()
         with torch.no_grad():
             if self.walker.refresh():
-                self.graphs.clear()
+                self.drop_graphs()
         self._synchronize()
         self._stats.refresh_seconds += time.perf_counter() - started
 
@@ -417,6 +417,11 @@ class FlexEngine:
                 for bucket in tqdm(self.buckets[::-1], "capturing", disable=None if progress else True):
                     for shares_pages in kinds:
                         self._graph(bucket, shares_pages)
+
+    def drop_graphs(self) -> None:
+        """Forgets what was captured; what it is used for is captured anew."""
+        self.graphs.clear()
+        self.graph_pool = None  # a memory pool whose graphs are all gone takes no new one
 
     def sleep(self) -> None:
         """Gives the KV pool's memory to whoever needs it next, such as a training step. Graphs stay valid."""

@@ -85,24 +85,33 @@ def _median_seconds(run: Callable[[], object], device: torch.device, rounds: int
 
 
 @contextmanager
-def steady_batch(engine: FlexEngine, batch_size: int, context: int, steps: int) -> Iterator[Callable[[], None]]:
+def steady_batch(
+    engine: FlexEngine, batch_size: int, context: int, steps: int, completions: int = 1, prompt_tokens: int = 0
+) -> Iterator[Callable[[], None]]:
     """Occupies `batch_size` slots with rows around `context` tokens long, that none of the coming `steps` ends, and yields a
-    function that runs one decode step. What the pools hold is random."""
+    function that runs one decode step. What the pools hold is random.
+
+    Rows come in groups of `completions` that share the full pages of a prompt of `prompt_tokens`.
+    """
     pages, state = engine.cache.pages, engine.state
+    shared = prompt_tokens // pages.page_size if completions > 1 else 0
     engine.wake_up()
     engine.cache.flat.normal_()
     start = max(1, context - steps // 2)
     params = SamplingParams(max_tokens=start + steps + 1, ignore_eos=True)
-    sequences = []
+    assert shared * pages.page_size < start, "the shared pages would be written"
+    sequences, prefix = [], []
     try:
         for slot in range(1, batch_size + 1):
             sequence = Sequence(slot, 0, [1] * start, params, slot, [], params.max_tokens, Prefix([]))
             sequences.append(sequence)
-            sequence.slot, sequence.pages = slot, pages.allocate(pages.pages_for(start + steps))
+            prefix = pages.allocate(shared) if slot % completions == 1 % completions else pages.share(prefix)
+            sequence.slot, sequence.pages = slot, prefix + pages.allocate(pages.pages_for(start + steps) - shared)
             engine.cache.assign(slot, sequence.pages)
         with torch.no_grad(), engine.walker.session():
             bucket = next(size for size in engine.buckets if size >= batch_size)
-            graph = engine._graph(bucket) if engine.use_graphs else None
+            shares_pages = engine.shared_prefix and shared > 0
+            graph = engine._graph(bucket, shares_pages) if engine.use_graphs else None
             state.admit(sequences)
             engine.cache.upload()
             state.row_slot.zero_()
@@ -110,12 +119,21 @@ def steady_batch(engine: FlexEngine, batch_size: int, context: int, steps: int) 
 
             def step() -> None:
                 state.step.zero_()
-                graph.replay() if graph is not None else engine._decode_step(bucket, max_length=start + steps)
+                graph.replay() if graph is not None else engine._decode_step(bucket, shares_pages, start + steps)
 
             yield step
     finally:
         for sequence in sequences:
             pages.release(sequence.pages)
+
+
+def time_decode_step(
+    engine: FlexEngine, batch_size: int, context: int, completions: int = 1, prompt_tokens: int = 0, steps: int = 20
+) -> float:
+    """Milliseconds of one decode step, the median of several rounds of `steps` back to back."""
+    rounds = 5
+    with steady_batch(engine, batch_size, context, steps * (rounds + 1), completions, prompt_tokens) as step:
+        return _median_seconds(lambda: [step() for _ in range(steps)], engine.device, rounds) / steps * 1e3
 
 
 def profile_decode_step(engine: FlexEngine, batch_size: int, context: int, steps: int = 20) -> StepProfile:
