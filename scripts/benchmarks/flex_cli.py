@@ -45,7 +45,7 @@ from transformers import (
 )
 from transformers.convert_slow_tokenizer import TikTokenConverter, bytes_to_unicode
 
-from embedded_model import EmbeddedModelError, load_embedded_model
+from embedded_model import EmbeddedModelError, embedded_model_path, load_embedded_model
 from flex_engine import (
     CompletionOutput,
     EngineConfig,
@@ -57,6 +57,9 @@ from flex_engine import (
     Walker,
 )
 from flex_memory import peak_memory_gb
+from flex_nf4 import load_4bit, quantize_nf4
+from lora_adapters import add_lora_arguments, attach_adapter, check_lora_arguments
+from lora_checks import verify_no_drift
 from flex_profile import copy_bandwidth, decode_step_bytes, format_profile, plot_profile, profile_decode_step
 from prompts import WORD_PROBLEMS, Prompt, RawPrompt, choose_template, parse_answer, read_prompts_file, render
 
@@ -103,6 +106,7 @@ def add_common_arguments(parser: argparse.ArgumentParser, default_model: str, cp
     add_prompt_arguments(parser)
     add_sampling_arguments(parser)
     add_engine_arguments(parser)
+    add_lora_arguments(parser)
     add_run_arguments(parser)
 
 
@@ -350,27 +354,34 @@ def load_model(args: argparse.Namespace) -> tuple[PreTrainedModel, PreTrainedTok
     if not sys.stderr.isatty():
         transformers.utils.logging.disable_progress_bar()
     device = default_device()
-    dtype = resolve_dtype(args.dtype, device)
+    dtype, four_bit = resolve_dtype(args.dtype, device), getattr(args, "load_in_4bit", False)
     if args.load_format == "dummy":
         config = find_config(args.model_name)
         tokenizer = dummy_tokenizer(config)
         if not isinstance(tokenizer, Qwen2Tokenizer):
             args.fallbacks += (f"no vocabulary of {config.model_type} at hand: bytes stand in for it, so prompts are longer",)
             note(f"warning: {args.fallbacks[-1]}")
-        return dummy_model(config, dtype, device, args.seed), tokenizer
+        model = dummy_model(config, dtype, device, args.seed)
+        return (quantize_nf4(model, dtype) if four_bit else model), tokenizer
     if args.model_name == EMBEDDED:
         try:
+            if four_bit:
+                return load_pretrained(str(embedded_model_path()), dtype, device, four_bit)
             return load_embedded_model(dtype, device)
         except EmbeddedModelError as error:
             fail(f"--model_name {EMBEDDED}: {error}")
-    return load_pretrained(args.model_name, dtype, device)
+    return load_pretrained(args.model_name, dtype, device, four_bit)
 
 
-def load_pretrained(name: str, dtype: torch.dtype, device: torch.device) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def load_pretrained(
+    name: str, dtype: torch.dtype, device: torch.device, four_bit: bool = False
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A local folder or a hub model. Ends the script if it can't be had."""
     local_only = not Path(name).is_dir() and not hub_reachable()
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=local_only)
+        if four_bit:
+            return load_4bit(name, dtype, device, local_files_only=local_only), tokenizer
         with device:  # weights go there one by one, never through a whole copy on the host
             model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, local_files_only=local_only)
     except (OSError, ValueError) as error:
@@ -677,6 +688,10 @@ def run_script(
     """
     args = parser.parse_args(argv)
     check_writable(args.stats_path)
+    try:
+        check_lora_arguments(args)
+    except ValueError as error:
+        fail(str(error))
     raw = load_prompts(args)
     model, tokenizer = load_model(args)
     if text_model is not None:
@@ -685,13 +700,20 @@ def run_script(
     with warnings.catch_warnings():
         warnings.showwarning = lambda message, *_, **__: note(f"warning: {message}")
         try:
-            walker = HFWalker(model) if args.walker == "hf" else walker_class(model)
+            walker = make_walker(attach_adapter(model, args), walker_class, args)
             engine = FlexEngine(walker, tokenizer, engine_config(args, prompts, model.config))
         except ValueError as error:
             fail(str(error))
         if engine.backend.reason:
             note(f"attention backend: {engine.backend.name} ({engine.backend.reason})")
         return run_benchmark(engine, prompts, args)
+
+
+def make_walker(model: PreTrainedModel, walker_class: Callable[..., Walker], args: argparse.Namespace) -> Walker:
+    """The walker of --walker and the LoRA flags; ValueError where they and the model don't go together."""
+    if args.walker == "hf" or args.no_merge_lora:
+        return HFWalker(model.get_base_model() if hasattr(model, "get_base_model") else model)
+    return walker_class(model, lora_mode=args.lora_mode)
 
 
 def run_benchmark(engine: FlexEngine, prompts: list[Prompt], args: argparse.Namespace, backend: str = "flex") -> int:
@@ -739,6 +761,7 @@ def run_benchmark(engine: FlexEngine, prompts: list[Prompt], args: argparse.Name
     graded = [completion.correct for completion in completions if completion.correct is not None]
     stats.accuracy = statistics.mean(graded) if graded else None
     stats.sample_completions = completions[:: args.n][:SAMPLES_SHOWN]
+    stats.lora = lora_report(engine, args)
     print_report(stats)
     try:
         stats.save(args.stats_path)
@@ -749,7 +772,22 @@ def run_benchmark(engine: FlexEngine, prompts: list[Prompt], args: argparse.Name
         print_profile(
             engine, min(len(completions), engine.config.max_batch_size), context, Path(args.stats_path).with_suffix(".png")
         )
-    return 1 if invalid else 0
+    return 1 if invalid or (stats.lora or {}).get("passed") is False else 0
+
+
+def lora_report(engine: FlexEngine, args: argparse.Namespace) -> dict[str, object] | None:
+    """Which adapter ran, and how; with --verify_no_drift whether base weights and outputs came back bit by bit."""
+    if not args.lora_adapter and not args.verify_no_drift:
+        return None
+    adapters = getattr(engine.walker, "adapters", None)
+    report: dict[str, object] = {"adapter": args.lora_adapter, "mode": "peft" if adapters is None else adapters.mode}
+    if args.verify_no_drift:
+        drift = verify_no_drift(engine, seed=args.seed)
+        report |= drift.as_dict()
+        verdict = "PASS" if drift.passed else "FAIL"
+        print(f"\n{verdict}  no drift over {drift.cycles} cycles: base bit-identical {drift.base_bit_identical}, inference "
+              f"deterministic {drift.inference_deterministic}, refresh {1e3 * drift.refresh_seconds:.1f} ms")  # fmt: skip
+    return report
 
 
 def run_round(engine: FlexEngine, inputs: list[list[int]], params: SamplingParams) -> tuple[RoundStats, list[RequestOutput]]:

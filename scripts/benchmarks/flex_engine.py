@@ -174,6 +174,11 @@ class Sequence:
         return self.max_tokens - len(self.token_ids)
 
     @property
+    def max_length(self) -> int:
+        """Tokens whose keys and values it may come to need: all but the last."""
+        return len(self.prompt) + self.max_tokens - 1
+
+    @property
     def last_token(self) -> int:
         return self.token_ids[-1] if self.token_ids else self.prompt[-1]
 
@@ -755,9 +760,10 @@ class Scheduler:
         return batch
 
     def _can_admit(self, prefix: Prefix) -> bool:
-        """Whether the pages suffice, and leave one for each running sequence: else it would be preempted at once."""
+        """Whether the pages suffice, and leave one for each running sequence that will grow: else one is preempted at once."""
         needed = 1 if prefix.pages is not None else 1 + self.pages.pages_for(len(prefix.token_ids))
-        if needed + len(self.running) <= self.pages.num_free:
+        growing = sum(len(sequence.pages) < self.pages.pages_for(sequence.max_length) for sequence in self.running)
+        if needed + growing <= self.pages.num_free:
             return True
         if self.running:
             return False
@@ -791,7 +797,7 @@ class Scheduler:
         for sequence in list(self.running):
             if sequence.slot is None:
                 continue
-            positions = min(sequence.length + steps - 1, len(sequence.prompt) + sequence.max_tokens - 1)
+            positions = min(sequence.length + steps - 1, sequence.max_length)
             while (missing := self.pages.pages_for(positions) - len(sequence.pages)) > 0:
                 try:
                     new = self.pages.allocate(missing)

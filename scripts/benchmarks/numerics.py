@@ -48,8 +48,11 @@ from flex_cli import (
     resolve_dtype,
     resolve_model_name,
     template_prompts,
+    make_walker,
 )
-from flex_engine import Attend, DecodeBatch, FlexEngine, HFWalker, PrefillBatch, SamplingParams, Walker
+from flex_engine import Attend, DecodeBatch, FlexEngine, PrefillBatch, SamplingParams, Walker
+from flex_nf4 import float_weight, is_4bit, quantize_nf4
+from lora_adapters import add_lora_arguments, attach_adapter, check_lora_arguments
 
 TOKEN_GATE = 2.0  # times Hugging Face's own error at that position
 LOGPROB_GATE = 1.25  # times Hugging Face's own mean error
@@ -60,6 +63,19 @@ MIN_DISTINCT_TOKENS = 16  # fewer, and agreement says little: a model that repea
 
 
 # ------------------------------------------------------------------------------------------------------------ the reference
+
+
+def dequantized(model: torch.nn.Module, dtype: torch.dtype) -> PreTrainedModel:
+    """The model in `dtype`, its 4-bit weights as the floating point values they stand for; PEFT's layers stay inside."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    for parent in list(base.modules()):
+        for name, child in list(parent.named_children()):
+            if is_4bit(child):
+                linear = torch.nn.Linear(child.in_features, child.out_features, bias=child.bias is not None, device="meta")
+                linear.weight = torch.nn.Parameter(float_weight(child), requires_grad=False)
+                linear.bias = child.bias
+                setattr(parent, name, linear)
+    return base.to(dtype).eval()
 
 
 @dataclass
@@ -76,8 +92,8 @@ class Reference:
 
     @classmethod
     def of(cls, model: PreTrainedModel, text_model: TextModel = lambda model: model) -> Reference:
-        plain = None if model.dtype == torch.float32 else text_model(copy.deepcopy(model).eval())
-        whole = copy.deepcopy(model).float().eval()
+        plain = None if model.dtype == torch.float32 else text_model(dequantized(copy.deepcopy(model), model.dtype))
+        whole = dequantized(copy.deepcopy(model), torch.float32)
         exact = text_model(whole)
         return cls(exact, plain, None if exact is whole else whole)
 
@@ -372,19 +388,27 @@ def run_verification(
 ) -> int:
     """The whole of a verify script. Exit status 1 when a gate fails."""
     args = build_parser(description, default_model, cpu_model).parse_args(argv)
+    try:
+        check_lora_arguments(args)
+    except ValueError as error:
+        fail(str(error))
     resolve_model_name(args)
     if args.json:
         check_writable(args.json, "--json")
     torch.set_float32_matmul_precision("highest")  # no TF32 in the reference
     raw = load_prompts(args)
     model, tokenizer = load_untied(args) if args.load_format == "dummy" else load_model(args)
+    try:
+        model = attach_adapter(model, args)
+    except ValueError as error:
+        fail(str(error))
     reference = Reference.of(model, text_model)
     model = text_model(model)
     prompts = template_prompts(args, raw, model.config, tokenizer)
     with warnings.catch_warnings():
         warnings.showwarning = lambda message, *_, **__: note(f"warning: {message}")
         try:
-            walker = HFWalker(model) if args.walker == "hf" else walker_class(model)
+            walker = make_walker(model, walker_class, args)
             engine = FlexEngine(walker, tokenizer, engine_config(args, prompts, model.config))
             report = verify(engine, reference, [prompt.token_ids for prompt in prompts], args.max_new_tokens, args.seed)
         except ValueError as error:  # a prompt or a flag that can't be
@@ -416,6 +440,7 @@ def build_parser(description: str | None, default_model: str, cpu_model: str) ->
     add_model_arguments(parser, default_model, cpu_model)
     add_prompt_arguments(parser)
     add_engine_arguments(parser)
+    add_lora_arguments(parser)
     group = parser.add_argument_group("verification")
     group.add_argument(
         "--max_new_tokens", metavar="N", type=integer(1), default=64, help="greedy, and as many sampled ones, of each prompt"
@@ -430,4 +455,6 @@ def load_untied(args: argparse.Namespace) -> tuple[PreTrainedModel, PreTrainedTo
     """Random weights with an output matrix of their own: tied random weights mostly repeat the last token."""
     config, device = find_config(args.model_name), default_device()
     config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = False
-    return dummy_model(config, resolve_dtype(args.dtype, device), device, args.seed), dummy_tokenizer(config)
+    dtype = resolve_dtype(args.dtype, device)
+    model = dummy_model(config, dtype, device, args.seed)
+    return (quantize_nf4(model, dtype) if args.load_in_4bit else model), dummy_tokenizer(config)
