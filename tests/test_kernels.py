@@ -396,6 +396,20 @@ def test_sample_against_reference_and_oracle(dtype):
         assert abs(float(full_logprobs[row]) - float(scaled.log_softmax(0)[tokens[row]])) < 1e-4
 
 
+def test_sample_searches_the_row_when_the_filters_keep_more_than_the_lanes_hold():
+    """The kernel keeps four logits for each of 4096 lanes; here one lane holds seven of the largest."""
+    logits = randn(6, 4096 * 6 + 100)
+    logits[:, 5::4096] += torch.linspace(20.0, 19.0, 7, device=DEVICE)
+    filters = [{"top_k": 3}, {"top_k": 4}, {"top_k": 6}, {"top_p": 0.9}, {"top_k": 6, "top_p": 0.9}, {"min_p": 0.2}]
+    args = list(sampling_args(6, seed=torch.arange(6)))
+    for column, (name, off) in enumerate({"top_k": 0, "top_p": 1.0, "min_p": 0.0}.items(), start=1):
+        args[column] = torch.tensor([f.get(name, off) for f in filters], dtype=args[column].dtype, device=DEVICE)
+    for dtype in (torch.float32, torch.bfloat16):
+        outputs = flex_sampling.sample_triton(logits.to(dtype), *args), flex_sampling.sample_reference(logits.to(dtype), *args)
+        for actual, expected in zip(*outputs):
+            torch.testing.assert_close(actual, expected, atol=2e-4, rtol=1e-5)
+
+
 def test_sample_keeps_ties_at_the_threshold():
     logits = torch.tensor([[2.0, 1.0, 1.0, 1.0, 0.0, -torch.inf]], device=DEVICE)
     four = math.log(math.exp(2) + 3 * math.exp(1))
@@ -448,8 +462,10 @@ def test_sample_follows_the_distribution(filters):
 def _noise_kernel(out_ptr, seed_ptr, position_ptr, V, BLOCK: tl.constexpr):
     tokens = tl.arange(0, BLOCK)
     row = tl.program_id(0)
-    noise = flex_sampling._exponential_noise(tl.load(seed_ptr + row), tl.load(position_ptr + row), tokens)
-    tl.store(out_ptr + row * V + tokens, -tl.log(noise), mask=tokens < V)
+    bits = flex_sampling._noise_bits(*flex_sampling._noise_keys(tl.load(seed_ptr + row), tl.load(position_ptr + row)), tokens)
+    noise = flex_sampling._exponential_noise(bits)
+    floor = flex_sampling._exponential_noise_floor(bits)
+    tl.store(out_ptr + row * V + tokens, tl.where(floor <= noise * 1.000001, -tl.log(noise), float("nan")), mask=tokens < V)
 
 
 def test_noise_is_the_same_in_kernel_and_reference():

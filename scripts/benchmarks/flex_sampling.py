@@ -129,14 +129,27 @@ def _mix32(x):
 
 
 @jit
-def _exponential_noise(seed, position, tokens):
-    """Standard exponential noise of one row; minus its logarithm is `gumbel_noise_reference`, from the same bits."""
+def _noise_keys(seed, position):
     mixed = _mix64(_mix64(seed.to(tl.uint64)) + position.to(tl.uint64))
-    key0 = (mixed & 0xFFFFFFFF).to(tl.uint32)
-    key1 = (mixed >> 32).to(tl.uint32)
-    bits = _mix32(_mix32((tokens.to(tl.uint32) * 0x9E3779B1) ^ key0) ^ key1)
-    uniform = ((bits >> 9).to(tl.float32) + 0.5) * 1.1920928955078125e-07  # 2**-23
-    return -tl.log(uniform)
+    return (mixed & 0xFFFFFFFF).to(tl.uint32), (mixed >> 32).to(tl.uint32)
+
+
+@jit
+def _noise_bits(key0, key1, tokens):
+    """23 random bits for each token: u = (bits + 1/2) / 2**23."""
+    return _mix32(_mix32((tokens.to(tl.uint32) * 0x9E3779B1) ^ key0) ^ key1) >> 9
+
+
+@jit
+def _exponential_noise(bits):
+    """Standard exponential noise, -log(u); minus its logarithm is `gumbel_noise_reference`."""
+    return -tl.log((bits.to(tl.float32) + 0.5) * 1.1920928955078125e-07)  # 2**-23
+
+
+@jit
+def _exponential_noise_floor(bits):
+    """1 - u <= -log(u), exactly and without a logarithm; the closer the smaller, and a winner's noise is small."""
+    return (2.0 - (bits | 0x3F800000).to(tl.float32, bitcast=True)) - 5.9604644775390625e-08  # 2**-24
 
 
 @jit
@@ -201,14 +214,53 @@ def _threshold_search(
 
 
 @jit
+def _lane_search(a, b, c, d, lo, hi, goal, top, inv_temperature, MASS: tl.constexpr, DTYPE: tl.constexpr):
+    """`_threshold_search` over values [1, BLOCK] that are in registers, for a goal that is a count or a mass."""
+    WAYS: tl.constexpr = 4
+    ways = tl.arange(0, WAYS)
+    while hi - lo > 1:
+        step = (hi - lo + WAYS - 1) // WAYS
+        keys = tl.minimum(lo + ways * step, hi)
+        total = _lane_total(a, b, c, d, _key_to_float(keys, DTYPE)[:, None], top, inv_temperature, MASS)
+        reached = total >= goal
+        new_lo = tl.max(tl.where(reached, keys, lo))
+        hi = tl.min(tl.where(reached, hi, keys))
+        lo = new_lo
+    return lo
+
+
+@jit
+def _lane_total(a, b, c, d, floors, top, inv_temperature, MASS: tl.constexpr):
+    """For each of the floors [WAYS, 1], how many of the values reach it, or their mass."""
+    total = _lane_weight(a, floors, top, inv_temperature, MASS) + _lane_weight(b, floors, top, inv_temperature, MASS)
+    total += _lane_weight(c, floors, top, inv_temperature, MASS) + _lane_weight(d, floors, top, inv_temperature, MASS)
+    return tl.sum(total, axis=1)
+
+
+@jit
+def _lane_weight(x, floors, top, inv_temperature, MASS: tl.constexpr):
+    weight = tl.full(x.shape, 1.0, tl.float32)
+    if MASS:
+        weight = tl.exp2((x - top) * (inv_temperature * 1.4426950408889634))
+    return tl.where(x >= floors, weight, 0.0)
+
+
+@jit
 def _sample_threshold_kernel(
-    logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, threshold_ptr, V, logits_stride,
-    WAYS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr, positions_ptr, threshold_ptr, keys_ptr, V,
+    logits_stride, WAYS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):
-    """One program per row: the lowest logit that the row's filters keep; rows without filters leave at once."""
+    """One program per row: the noise's keys, and the lowest logit that the row's filters keep; rows without filters leave at once.
+
+    One pass over the row leaves each lane's four largest logits in registers. Among them are all that exceed the largest
+    fourth one, which is nearly always all that the filters keep; otherwise the row is searched itself. Both are exact.
+    """
     wait_for_inputs(PDL)
     DTYPE: tl.constexpr = logits_ptr.dtype.element_ty
     row = tl.program_id(0)
+    key0, key1 = _noise_keys(tl.load(seed_ptr + row), tl.load(positions_ptr + row))
+    tl.store(keys_ptr + row * 2, key0.to(tl.int32, bitcast=True))
+    tl.store(keys_ptr + row * 2 + 1, key1.to(tl.int32, bitcast=True))
     temperature = tl.load(temperature_ptr + row)
     top_k = tl.load(top_k_ptr + row)
     top_p = tl.load(top_p_ptr + row)
@@ -218,31 +270,50 @@ def _sample_threshold_kernel(
     if (temperature > 0) & (use_top_k | (top_p < 1.0) | (min_p > 0.0)):
         logits_ptr += row.to(tl.int64) * logits_stride
         inv_temperature = tl.div_rn(1.0, temperature)
-        lanes = tl.arange(0, BLOCK)
-        lane_max = tl.full([BLOCK], -float("inf"), tl.float32)
+        lanes = tl.arange(0, BLOCK)[None, :]
+        a = tl.full([1, BLOCK], -float("inf"), tl.float32)
+        b, c, d = a, a, a
         for start in tl.range(0, V, BLOCK, loop_unroll_factor=4):
             x = tl.load(logits_ptr + start + lanes, mask=start + lanes < V, other=-float("inf")).to(tl.float32)
-            lane_max = tl.maximum(lane_max, x)
-        top = tl.max(lane_max)
-        lowest = _float_to_key(top * 0.0 - float("inf"), DTYPE)
-        lo = lowest
-        hi = _float_to_key(top, DTYPE) + 1
+            below_a = tl.minimum(a, x)
+            below_b = tl.minimum(b, below_a)
+            d = tl.maximum(d, tl.minimum(c, below_b))
+            c = tl.maximum(c, below_b)
+            b = tl.maximum(b, below_a)
+            a = tl.maximum(a, x)
+        top = tl.max(a)
+        lowest = _float_to_key(tl.full([], -float("inf"), tl.float32), DTYPE)
+        lo, hi = lowest, _float_to_key(top, DTYPE) + 1
+        complete = _float_to_key(tl.max(d), DTYPE) + 1  # every logit of at least this key is in the lanes
+        floor = tl.full([1, 1], 0.0, tl.float32) + _key_to_float(complete, DTYPE)
+        in_lanes = complete < hi
         if use_top_k:
-            if top_k <= BLOCK:
-                # k lanes hold a logit of at least the k-th largest lane maximum: the search starts there.
-                bound = hi
-                while bound - lo > 1:
-                    middle = lo + (bound - lo) // 2
-                    if tl.sum((lane_max >= _key_to_float(middle, DTYPE)).to(tl.int32)) >= top_k:
-                        lo = middle
-                    else:
-                        bound = middle
             count = top_k.to(tl.float32)
-            lo = _threshold_search(logits_ptr, V, lo, hi, count, top, inv_temperature, False, WAYS, BLOCK)
+            if in_lanes:
+                in_lanes = tl.max(_lane_total(a, b, c, d, floor, top, inv_temperature, False)) >= count
+            if in_lanes:
+                lo = _lane_search(a, b, c, d, complete, hi, count, top, inv_temperature, False, DTYPE)
+            else:
+                lo = _threshold_search(logits_ptr, V, lo, hi, count, top, inv_temperature, False, WAYS, BLOCK)
         if top_p < 1.0:
-            # What lies 32 nats below the top weighs less than fp32 resolves, over any vocabulary.
-            lo = tl.maximum(lo, _float_to_key(top - 32.0 * temperature, DTYPE))
-            lo = _threshold_search(logits_ptr, V, lo, hi, top_p, top, inv_temperature, True, WAYS, BLOCK)
+            total = 0.0
+            if use_top_k & in_lanes:
+                at_lo = tl.full([1, 1], 0.0, tl.float32) + _key_to_float(lo, DTYPE)
+                total = tl.max(_lane_total(a, b, c, d, at_lo, top, inv_temperature, True))
+            elif in_lanes:
+                mass = tl.zeros([1, BLOCK], tl.float32)
+                for start in tl.range(0, V, BLOCK, loop_unroll_factor=4):
+                    x = tl.load(logits_ptr + start + lanes, mask=start + lanes < V, other=-float("inf")).to(tl.float32)
+                    mass += tl.exp2((x - top) * (inv_temperature * 1.4426950408889634))
+                total = tl.sum(mass)
+                in_lanes = tl.max(_lane_total(a, b, c, d, floor, top, inv_temperature, True)) >= top_p * total
+            if in_lanes:
+                lo = tl.maximum(lo, complete)
+                lo = _lane_search(a, b, c, d, lo, hi, top_p * total, top, inv_temperature, True, DTYPE)
+            else:
+                # What lies 32 nats below the top weighs less than fp32 resolves, over any vocabulary.
+                lo = tl.maximum(lo, _float_to_key(top - 32.0 * temperature, DTYPE))
+                lo = _threshold_search(logits_ptr, V, lo, hi, top_p, top, inv_temperature, True, WAYS, BLOCK)
         if lo > lowest:
             threshold = _key_to_float(lo, DTYPE)
         if min_p > 0.0:
@@ -252,67 +323,91 @@ def _sample_threshold_kernel(
 
 @jit
 def _sample_slice_kernel(
-    logits_ptr, temperature_ptr, threshold_ptr, seed_ptr, positions_ptr, stats_ptr, winners_ptr, V, logits_stride,
-    num_slices, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    logits_ptr, temperature_ptr, threshold_ptr, keys_ptr, stats_ptr, V, logits_stride, num_slices, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """One program per row and slice of the vocabulary: maximum, masses, and the best noisy token of the slice."""
+    """One program per row and slice of the vocabulary: its maximum, its masses, and what no noisy token of it exceeds."""
     wait_for_inputs(PDL)
     row = tl.program_id(0)
     piece = tl.program_id(1)
     temperature = tl.load(temperature_ptr + row)
     threshold = tl.load(threshold_ptr + row)
     tokens = piece * BLOCK + tl.arange(0, BLOCK)
-    mask = tokens < V
-    x = tl.load(logits_ptr + row.to(tl.int64) * logits_stride + tokens, mask=mask, other=-float("inf")).to(tl.float32)
-    kept = x >= threshold
-    scaled = x
+    logits_ptr += row.to(tl.int64) * logits_stride
+    x = tl.load(logits_ptr + tokens, mask=tokens < V, other=-float("inf")).to(tl.float32)
+    inv_temperature = 1.0
     if temperature > 0:
-        scaled = x * tl.div_rn(1.0, temperature)
-    top = tl.max(scaled)
-    weights = tl.exp(scaled - tl.where(top == -float("inf"), 0.0, top))
-    score = x
+        inv_temperature = tl.div_rn(1.0, temperature)
+    top = tl.max(x)
+    distance = (x - tl.where(top == -float("inf"), 0.0, top)) * (inv_temperature * 1.4426950408889634)
+    weights = tl.exp2(distance)
+    mass = tl.sum(weights)  # NaN if one of the logits is NaN or +inf
+    kept_mass = mass
+    bound = top
     if temperature > 0:
-        # exp(s) / E grows with s - log(E), and -log(E) is the Gumbel noise: one logarithm less for each token.
-        score = weights / _exponential_noise(tl.load(seed_ptr + row), tl.load(positions_ptr + row), tokens)
-    score = tl.where(kept & mask, score, -float("inf"))
-    best, winner = tl.max(score, axis=0, return_indices=True, return_indices_tie_break_left=True)
-    if temperature > 0:
-        best = tl.where(best > 0, top + tl.log(best), -float("inf"))
-    broken = tl.max((mask & ((x != x) | (x == float("inf")))).to(tl.int32))
+        # A token wins with the largest weight / E, where E is exponential noise: s - log(E) is s + Gumbel noise.
+        bits = _noise_bits(tl.load(keys_ptr + row * 2).to(tl.uint32), tl.load(keys_ptr + row * 2 + 1).to(tl.uint32), tokens)
+        noise = _exponential_noise_floor(bits) * tl.exp2(-distance)
+        if threshold > -float("inf"):
+            kept_mass = tl.sum(tl.where(x >= threshold, weights, 0.0))
+            noise = tl.where(x >= threshold, noise, float("inf"))
+        scaled = top * inv_temperature
+        bound = scaled - tl.log(tl.min(noise)) + 1e-3 + 1e-6 * tl.abs(scaled)  # rounding is less than that
     stats_ptr += (row * num_slices + piece) * 4
     tl.store(stats_ptr, top)
-    tl.store(stats_ptr + 1, tl.sum(weights))
-    tl.store(stats_ptr + 2, tl.sum(tl.where(kept, weights, 0.0)))
-    tl.store(stats_ptr + 3, best)
-    tl.store(winners_ptr + row * num_slices + piece, tl.where(broken > 0, -1, piece * BLOCK + winner))
+    tl.store(stats_ptr + 1, mass)
+    tl.store(stats_ptr + 2, kept_mass)
+    tl.store(stats_ptr + 3, bound)
 
 
 @jit
 def _sample_merge_kernel(
-    logits_ptr, temperature_ptr, stats_ptr, winners_ptr, tokens_ptr, logprobs_ptr, full_logprobs_ptr, logits_stride,
-    num_slices, BLOCK_S: tl.constexpr, PDL: tl.constexpr,
+    logits_ptr, temperature_ptr, threshold_ptr, keys_ptr, stats_ptr, tokens_ptr, logprobs_ptr, full_logprobs_ptr, V,
+    logits_stride, num_slices, BLOCK_S: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):
+    """One program per row: noise and argmax in the slices that may hold the winner, most promising first; mostly one."""
     wait_for_inputs(PDL)
     row = tl.program_id(0)
     pieces = tl.arange(0, BLOCK_S)
     mask = pieces < num_slices
     stats_ptrs = stats_ptr + (row * num_slices + pieces) * 4
     tops = tl.load(stats_ptrs, mask=mask, other=-float("inf"))
-    full_masses = tl.load(stats_ptrs + 1, mask=mask, other=0.0)
+    masses = tl.load(stats_ptrs + 1, mask=mask, other=0.0)
     kept_masses = tl.load(stats_ptrs + 2, mask=mask, other=0.0)
-    bests = tl.load(stats_ptrs + 3, mask=mask, other=-float("inf"))
-    winners = tl.load(winners_ptr + row * num_slices + pieces, mask=mask, other=0x7FFFFFFF)
-    top = tl.max(tops)
-    broken = (tl.min(winners) < 0) | (top == -float("inf"))
-    token = tl.min(tl.where(bests == tl.max(bests), winners, 0x7FFFFFFF))
-    token = tl.where(broken, 0, token)
-    rescale = tl.exp(tops - top)
+    bounds = tl.load(stats_ptrs + 3, mask=mask, other=-float("inf"))
     temperature = tl.load(temperature_ptr + row)
-    scaled = tl.load(logits_ptr + row.to(tl.int64) * logits_stride + token).to(tl.float32)
+    threshold = tl.load(threshold_ptr + row)
+    key0 = tl.load(keys_ptr + row * 2).to(tl.uint32)
+    key1 = tl.load(keys_ptr + row * 2 + 1).to(tl.uint32)
+    logits_ptr += row.to(tl.int64) * logits_stride
+    inv_temperature = 1.0
     if temperature > 0:
-        scaled = scaled * tl.div_rn(1.0, temperature)
-    logprob = scaled - top - tl.log(tl.sum(kept_masses * rescale))
-    full_logprob = scaled - top - tl.log(tl.sum(full_masses * rescale))
+        inv_temperature = tl.div_rn(1.0, temperature)
+    top = tl.max(tops)
+    broken = (tl.max((masses != masses).to(tl.int32)) > 0) | (top == -float("inf"))
+    bounds = tl.where(broken, -float("inf"), bounds)
+    best = tl.full([], -float("inf"), tl.float32)
+    token = tl.full([], 0x7FFFFFFF, tl.int32)
+    highest = tl.max(bounds)
+    while (highest >= best) & (highest > -float("inf")):
+        piece = tl.min(tl.where(bounds == highest, pieces, 0x7FFFFFFF))
+        bounds = tl.where(pieces == piece, -float("inf"), bounds)
+        highest = tl.max(bounds)
+        tokens = piece * BLOCK + tl.arange(0, BLOCK)
+        x = tl.load(logits_ptr + tokens, mask=tokens < V, other=-float("inf")).to(tl.float32)
+        score = x
+        if temperature > 0:
+            score = x * inv_temperature - tl.log(_exponential_noise(_noise_bits(key0, key1, tokens)))
+            score = tl.where(x >= threshold, score, -float("inf"))
+        here = tl.max(score)
+        winner = tl.min(tl.where(score == here, tokens, 0x7FFFFFFF))
+        token = tl.where(here > best, winner, tl.where(here == best, tl.minimum(winner, token), token))
+        best = tl.maximum(best, here)
+    token = tl.where(broken, 0, token)
+    rescale = tl.exp2((tops - top) * (inv_temperature * 1.4426950408889634))
+    below_top = (tl.load(logits_ptr + token).to(tl.float32) - top) * inv_temperature
+    logprob = below_top - tl.log(tl.sum(kept_masses * rescale))
+    full_logprob = below_top - tl.log(tl.sum(masses * rescale))
     tl.store(tokens_ptr + row, tl.where(broken, -1, token).to(tl.int64))
     tl.store(logprobs_ptr + row, tl.where(broken, float("nan"), logprob))
     tl.store(full_logprobs_ptr + row, tl.where(broken, float("nan"), full_logprob))
@@ -324,20 +419,19 @@ def sample_triton(logits_BV, temperature_B, top_k_B, top_p_B, min_p_B, seed_B, p
     block, stride, device = 4096, logits_BV.stride(0), logits_BV.device
     num_slices = cdiv(V, block)
     threshold_B = torch.empty(B, dtype=torch.float32, device=device)
+    keys = torch.empty((B, 2), dtype=torch.int32, device=device)
     stats = torch.empty((B, num_slices, 4), dtype=torch.float32, device=device)
-    winners = torch.empty((B, num_slices), dtype=torch.int32, device=device)
     tokens_B = torch.empty(B, dtype=torch.int64, device=device)
     logprobs_B, full_logprobs_B = torch.empty_like(threshold_B), torch.empty_like(threshold_B)
     _sample_threshold_kernel[(B,)](
-        logits_BV, temperature_B, top_k_B, top_p_B, min_p_B, threshold_B, V, stride, WAYS=8, BLOCK=4096,
-        num_warps=32, **pdl_options(),
+        logits_BV, temperature_B, top_k_B, top_p_B, min_p_B, seed_B, positions_B, threshold_B, keys, V, stride, WAYS=8,
+        BLOCK=4096, num_warps=16, **pdl_options(),
     )
     _sample_slice_kernel[(B, num_slices)](
-        logits_BV, temperature_B, threshold_B, seed_B, positions_B, stats, winners, V, stride, num_slices,
-        BLOCK=block, num_warps=8, **pdl_options(),
+        logits_BV, temperature_B, threshold_B, keys, stats, V, stride, num_slices, BLOCK=block, num_warps=8, **pdl_options(),
     )
     _sample_merge_kernel[(B,)](
-        logits_BV, temperature_B, stats, winners, tokens_B, logprobs_B, full_logprobs_B, stride, num_slices,
-        BLOCK_S=next_power_of_2(num_slices), num_warps=1, **pdl_options(),
+        logits_BV, temperature_B, threshold_B, keys, stats, tokens_B, logprobs_B, full_logprobs_B, V, stride, num_slices,
+        BLOCK_S=next_power_of_2(num_slices), BLOCK=block, num_warps=8, **pdl_options(),
     )
     return tokens_B, logprobs_B, full_logprobs_B

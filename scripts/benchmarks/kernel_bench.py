@@ -538,8 +538,10 @@ def bench_small(report: Report, batches: list[int]) -> None:
                 print(report.add("sample", batch, f"{name} {dtype}", us, args[0].nbytes), flush=True)
         top_p_only = list(sampling_inputs(batch, DTYPE, True))
         top_p_only[2], top_p_only[4] = torch.zeros_like(top_p_only[2]), torch.zeros_like(top_p_only[4])
-        us = graph_us(lambda i: flex_sampling.sample_triton(*top_p_only), calls=4)
-        print(report.add("sample", batch, "top_p 0.95 alone, bf16", us, top_p_only[0].nbytes), flush=True)
+        for name in ("top_p 0.95 alone, half of the vocabulary kept", "top_p 0.95 alone, peaked"):
+            us = graph_us(lambda i: flex_sampling.sample_triton(*top_p_only), calls=4)
+            print(report.add("sample", batch, name, us, top_p_only[0].nbytes), flush=True)
+            top_p_only[0] = top_p_only[0] * 3
 
 
 # --- a whole step without the language model head --------------------------------------------------------------------
