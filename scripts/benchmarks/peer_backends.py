@@ -23,9 +23,8 @@ from transformers import CompileConfig, ContinuousBatchingConfig, GenerationConf
 from embedded_model import embedded_model_path
 import flash_attn_fa4_shim
 import flex_memory
-from flex_cli import EMBEDDED, default_device, engine_config, find_config, load_model, resolve_dtype, sampling_params
-from flex_engine import EngineConfig, EngineStats, FlexEngine, HFWalker, SamplingParams, Walker
-from flex_nf4 import load_4bit, quantize_nf4
+from flex_cli import EMBEDDED, default_device, engine_config, find_config, load_model, make_walker, resolve_dtype, sampling_params
+from flex_engine import EngineConfig, EngineStats, FlexEngine, SamplingParams
 from lora_adapters import load_adapter
 from persistent_cb import PersistentCB, batching_config, sampling_config
 from prompts import Prompt
@@ -124,7 +123,7 @@ class Flex(Peer):
 
     def __init__(self, args: argparse.Namespace, config: PreTrainedConfig, workloads: Sequence[Workload]):
         super().__init__(args, config, workloads)
-        self.walker = make_walker(with_adapter(load_base(args), args), args)
+        self.walker = make_walker(with_adapter(load_model(args)[0], args), Qwen3Walker, args)
         self.engine: FlexEngine | None = None
 
     def start(self, workload: Workload) -> None:
@@ -145,10 +144,6 @@ class Flex(Peer):
         params = [request_params(self.args, workload, tokens, seed) for tokens in workload.max_tokens]
         outputs = self.engine.generate([prompt.token_ids for prompt in workload.prompts], params)
         return Generated([c.token_ids for output in outputs for c in output.outputs], self.engine.stats())
-
-
-def make_walker(model: torch.nn.Module, args: argparse.Namespace) -> Walker:
-    return HFWalker(unwrapped(model)) if args.walker == "hf" or args.no_merge_lora else Qwen3Walker(model, lora_mode=args.lora_mode)
 
 
 def request_params(args: argparse.Namespace, workload: Workload, max_tokens: int, seed: int) -> SamplingParams:
@@ -282,7 +277,7 @@ class HFNaive(Peer):
         self.model.generation_config = GenerationConfig()
 
     def load(self) -> PreTrainedModel:
-        model = load_base(self.args)
+        model = load_model(self.args)[0]
         if self.args.attn_impl:
             if self.args.attn_impl == flash_attn_fa4_shim.IMPLEMENTATION:
                 flash_attn_fa4_shim.install()
@@ -388,17 +383,6 @@ class Unsloth(HFNaive):
 def unwrapped(model: torch.nn.Module) -> PreTrainedModel:
     """The model itself where PEFT has wrapped it; LoRA layers stay inside."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
-def load_base(args: argparse.Namespace) -> PreTrainedModel:
-    """The model of the flags, without its adapter."""
-    if not args.load_in_4bit:
-        return load_model(args)[0]
-    device = default_device()
-    dtype = resolve_dtype(args.dtype, device)
-    if args.load_format == "dummy":
-        return quantize_nf4(load_model(args)[0], dtype)
-    return load_4bit(str(embedded_model_path()) if args.model_name == EMBEDDED else args.model_name, dtype, device)
 
 
 def with_adapter(model: PreTrainedModel, args: argparse.Namespace) -> torch.nn.Module:
