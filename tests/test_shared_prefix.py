@@ -8,7 +8,7 @@ import random
 import pytest
 import tiny_models
 import torch
-from flex_engine import EngineConfig, FlexEngine, HFWalker, SamplingParams, Scheduler
+from flex_engine import EngineConfig, FlexEngine, HFWalker, RequestOutput, SamplingParams, Scheduler
 from qwen3_flex_inference import Qwen3Walker
 
 pytest.importorskip("triton")
@@ -228,6 +228,19 @@ def test_completions_of_a_prompt_run_side_by_side(monkeypatch):
     engine.generate(tiny_models.random_prompts([150, 200, 20, 129]), params)
     assert all(told == by_pages for told, by_pages in seen)
     assert engine.stats().shared_prefix_tokens == sum(told for told, _ in seen) > 0
+
+
+@pytest.mark.parametrize("others, pays", [(0, True), (10, True), (16, False)])
+def test_sharing_is_on_when_it_pays(others, pays):
+    """A pair that shares 128 keys, among rows of 130 that share nothing."""
+    engine = engine_of(tiny_models.qwen3(), max_batch_size=40)
+    outputs = [RequestOutput(index, [1 + index] * 130) for index in range(1 + others)]
+    sequences = engine._sequences(outputs, [SamplingParams(n=2)] + [SamplingParams()] * others)
+    scheduler = Scheduler(engine.cache, 40, sequences)
+    scheduler.admit(token_budget=10**6)
+    assert len(scheduler.running) == 2 + others and scheduler.shared_tokens() == (128 if pays else 0)
+    assert scheduler.running[0].pages[:8] == scheduler.running[1].pages[:8]
+    scheduler.release_all()
 
 
 def test_a_cpu_run_shares_nothing():
