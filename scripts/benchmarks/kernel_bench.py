@@ -165,15 +165,22 @@ def _compile(job: tuple) -> str | None:
     return None
 
 
-def compile_ahead(jobs: list[tuple]) -> None:
-    """Fill Triton's disk cache on all cores."""
-    started = time.monotonic()
-    cores = max(multiprocessing.cpu_count() - 1, 1)
-    with ProcessPoolExecutor(cores, mp_context=multiprocessing.get_context("fork")) as pool:
-        problems = [problem for problem in pool.map(_compile, jobs) if problem]
-    print(f"compiled {len(jobs)} variants on {cores} cores in {time.monotonic() - started:.0f} s", flush=True)
-    for problem in problems[:5]:
-        print(problem[:300])
+class Compiler:
+    """Fills Triton's disk cache on all cores. To be made before there is a CUDA context, which a fork would not survive."""
+
+    def __init__(self):
+        self.cores = max(multiprocessing.cpu_count() - 1, 1)
+        self.pool = ProcessPoolExecutor(self.cores, mp_context=multiprocessing.get_context("fork"))
+        self.pool.submit(int).result()  # forks all workers now
+
+    def __call__(self, jobs: Iterable[tuple]) -> None:
+        """Jobs are (kind, batch, shape, options, PDL)."""
+        major, minor = torch.cuda.get_device_capability()
+        capability, started, jobs = 10 * major + minor, time.monotonic(), list(dict.fromkeys(jobs))
+        problems = [problem for problem in self.pool.map(_compile, [(capability, *job) for job in jobs]) if problem]
+        print(f"compiled {len(jobs)} variants on {self.cores} cores in {time.monotonic() - started:.0f} s", flush=True)
+        for problem in problems[:5]:
+            print(problem[:300])
 
 
 # --- attention -------------------------------------------------------------------------------------------------------
@@ -443,7 +450,8 @@ def bench_linear(report: Report, batches: list[int], budget: float) -> dict[int,
                     break
                 try:
                     step = linear_step(kind, part, options)
-                    check_linear(report, f"{kind} {batch} {_short(options)}", step(0), step(0), expected)
+                    if not check_linear(report, f"{kind} {batch} {_short(options)}", step(0), step(0), expected):
+                        continue
                     us = graph_us(step)
                 except (flex_triton.triton.TritonError, RuntimeError) as error:  # a tile that does not fit is a result
                     print(f"{kind} {batch}: {_short(options)}: {type(error).__name__}: {str(error)[:120]}")
@@ -472,16 +480,19 @@ def _choose(best: dict, batch: int, scale_us: float) -> Choice:
     return choice
 
 
-def check_linear(report: Report, name: str, actual, again, expected) -> None:
+def check_linear(report: Report, name: str, actual, again, expected) -> bool:
     """One output, or (normed, total); quiet unless it fails."""
+    passed = True
     outputs = [out if isinstance(out, tuple) else (out,) for out in (actual, again, expected)]
     for first, second, wanted in zip(*outputs):
         first, second = flex_linear.plain(first), flex_linear.plain(second)
         error = (first.float() - wanted.float()).abs().max() / wanted.float().abs().max()
         report.errors[name] = error.item()
         if not error <= 2e-2 or not torch.equal(first, second):
+            passed = False
             report.failures.append(name)
             print(f"FAIL {name}: error {error:.2e}, repeats {torch.equal(first, second)}", flush=True)
+    return passed
 
 
 def print_tuned(choices: dict[int, Choice]) -> None:
@@ -547,7 +558,7 @@ def bench_small(report: Report, batches: list[int]) -> None:
 # --- a whole step without the language model head --------------------------------------------------------------------
 
 
-def bench_step(report: Report, batches: list[int], choices: dict[int, Choice], capability: int) -> None:
+def bench_step(report: Report, batches: list[int], choices: dict[int, Choice], compile_ahead: Compiler) -> None:
     """36 layers in a row: cuBLAS alone, the tiles of flex_linear.py with the norm apart, the best found now."""
     cos, sin = rope_tables()
     weights = {kind: linear_inputs(kind, 1, LAYERS, "cuda").weights for kind in LINEAR_SHAPES}
@@ -611,7 +622,7 @@ def bench_step(report: Report, batches: list[int], choices: dict[int, Choice], c
             if options
             for x_tiles in {0, norm_tiles(choice["down" if kind == "qkv" else "o"])}
         }
-        compile_ahead([(capability, *job) for job in jobs])
+        compile_ahead(jobs)
         for name, choice, flex_triton.PDL in rows:
             us = graph_us(lambda i: step(choice), calls=1)
             print(report.add("36 layers", batch, name, us, moved), flush=True)
@@ -700,8 +711,7 @@ def main() -> int:
     args = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("needs a CUDA GPU")
-    major, minor = torch.cuda.get_device_capability()
-    capability = major * 10 + minor
+    compile_ahead = Compiler()
     jobs = []
     if "attention" in args.sections:
         jobs += [("attention", args.batches[0], None, options, False) for options in ATTENTION_TILES]
@@ -727,7 +737,7 @@ def main() -> int:
             for kind in LINEAR_SHAPES
             for options in linear_variants(kind, batch)
         ]
-    compile_ahead([(capability, *job) for job in jobs])
+    compile_ahead(jobs)
     report = Report()
     choices = {}
     if "checks" in args.sections:
@@ -741,9 +751,10 @@ def main() -> int:
     if "linear" in args.sections:
         choices = bench_linear(report, args.batches, args.budget)
     if "step" in args.sections:
-        bench_step(report, args.batches, choices, capability)
+        bench_step(report, args.batches, choices, compile_ahead)
     if choices:
         print_tuned(choices)
+    compile_ahead.pool.shutdown()
     if args.json:
         device = torch.cuda.get_device_properties(0)
         args.json.write_text(
