@@ -4,6 +4,8 @@
     python flex_autotune_replay.py --load_format dummy --attention_backend flex --options_path flex.json
     python qwen3_flex_inference.py --attention_backend flex --decode_kernel_options @flex.json
 
+A model with several head sizes is searched size by size, and the options are written by head size.
+
 The fastest kernel alone is not the fastest in the stack, so every candidate is timed in the captured decode step of the model.
 
 * flex: Inductor autotunes the decode kernel and logs each tile's time (TORCHINDUCTOR_FLEX_ATTENTION_LOGGING_FILE). The log
@@ -34,7 +36,7 @@ from flex_decode_attention import DecodeOptions, default_decode_options
 from flex_engine import EngineConfig, FlexEngine, HFWalker
 from flex_profile import time_decode_step
 from flex_triton import triton
-from qwen3_flex_inference import Qwen3Walker
+from written_walkers import text_model, walker_class_of
 
 LOG_VARIABLE = "TORCHINDUCTOR_FLEX_ATTENTION_LOGGING_FILE"
 TILE_KEYS = ("BLOCK_N", "num_warps", "num_stages")  # of the log, and of flex_attention's kernel_options
@@ -207,8 +209,10 @@ def tune_triton(measure: Measure, default: DecodeOptions, groups: bool) -> list[
     return timings
 
 
-def tune_flex(measure: Measure, entries: Sequence[LogEntry], top: int) -> list[Timing]:
-    return measure_all(measure, [None, *rank_tiles(decode_entries(entries))[:top]])
+def tune_flex(measure: Measure, entries: Sequence[LogEntry], top: int, head_dim: int | None = None) -> list[Timing]:
+    """`head_dim`: of the entries that count; None counts all."""
+    chosen = [entry for entry in decode_entries(entries) if head_dim is None or entry.query_shape[-1] == head_dim]
+    return measure_all(measure, [None, *rank_tiles(chosen)[:top]])
 
 
 class StepTimer:
@@ -216,10 +220,19 @@ class StepTimer:
 
     def __init__(self, engine: FlexEngine, args: argparse.Namespace):
         self.engine, self.args = engine, args
+        self.head_dims = sorted({spec.head_dim for spec in engine.walker.specs})
+        self.searched, self.chosen = self.head_dims[0], {}  # the head size under search, and the options of those before it
+
+    def options(self, options: dict | None) -> dict | None:
+        """As --decode_kernel_options takes them: plain where there is one head size."""
+        if len(self.head_dims) == 1:
+            return options
+        return {str(size): own for size, own in {**self.chosen, self.searched: options}.items() if own} or None
 
     def __call__(self, options: dict | None) -> float:
         engine, args = self.engine, self.args
         engine.drop_graphs()
+        options = self.options(options)
         engine.backend = flex_paged_attention.make_backend(args.attention_backend, engine.device, options)
         return time_decode_step(engine, args.batch_size, args.context, args.n, args.prompt_tokens, STEPS)
 
@@ -268,8 +281,11 @@ def main(argv: list[str] | None = None) -> int:
     if args.prompt_tokens + STEPS * 3 >= args.context:
         parser.error(f"--prompt_tokens must leave {STEPS * 3} of the --context {args.context} to each completion")
     check_writable(args.options_path, "--options_path")
-    model, _ = load_model(args)
-    walker_class = Qwen3Walker if args.walker == "fused" and model.config.model_type in Qwen3Walker.model_types else HFWalker
+    model = text_model(load_model(args)[0])
+    try:
+        walker_class = HFWalker if args.walker == "hf" else walker_class_of(model)
+    except ValueError as error:
+        fail(str(error))
     config = EngineConfig(
         max_batch_size=args.batch_size, max_seq_len=args.context + STEPS * 4, page_size=args.page_size,
         attention_backend=args.attention_backend,
@@ -281,21 +297,29 @@ def main(argv: list[str] | None = None) -> int:
             log = Path(args.log or Path(tempfile.mkdtemp()) / "flex_attention.json")
             if not args.log:
                 timer.log(log, args.search_space == "exhaustive")
-            timings = tune_flex(timer, read_log(log), args.top)
-        else:
-            head_dim = max(spec.head_dim for spec in engine.walker.specs)
-            default = default_decode_options(head_dim, engine.walker.dtype, args.batch_size)
-            timings = tune_triton(timer, default, groups=args.n > 1 and args.prompt_tokens > 0)
+        for head_dim in timer.head_dims:
+            timer.searched = head_dim
+            if args.attention_backend == "flex":
+                timings = tune_flex(timer, read_log(log), args.top, head_dim)
+            else:
+                default = default_decode_options(head_dim, engine.walker.dtype, args.batch_size)
+                timings = tune_triton(timer, default, groups=args.n > 1 and args.prompt_tokens > 0)
+            timer.chosen[head_dim] = choose(timings).options
+            report(timings, head_dim, args)
     except (OSError, ValueError) as error:
         fail(str(error))
-    chosen = choose(timings)
+    options = timer.options(timer.chosen[head_dim])
+    Path(args.options_path).write_text(json.dumps(options or {}) + "\n")
+    print(f"options: {args.options_path}" + ("" if options else " (empty: the default is not beaten)"))
+    return 0
+
+
+def report(timings: Sequence[Timing], head_dim: int, args: argparse.Namespace) -> None:
     shape = f"batch {args.batch_size}, context {args.context}" + (f", {args.n} per prompt" if args.n > 1 else "")
-    print(f"\n{args.attention_backend} decode steps, {shape}, on {torch.cuda.get_device_name()}:")
+    print(f"\n{args.attention_backend} decode steps, heads of {head_dim}, {shape}, on {torch.cuda.get_device_name()}:")
+    chosen = choose(timings)
     for timing in sorted(timings, key=lambda timing: timing.milliseconds):
         print(f"{timing}{'  <- taken' if timing is chosen else ''}")
-    Path(args.options_path).write_text(json.dumps(chosen.options or {}) + "\n")
-    print(f"options: {args.options_path}" + ("" if chosen.options else " (empty: the default is not beaten)"))
-    return 0
 
 
 if __name__ == "__main__":

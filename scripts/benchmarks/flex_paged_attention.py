@@ -490,7 +490,7 @@ class FlexAttention(AttentionBackend):
 
     def prefill(self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, spec: AttentionSpec, mask_for) -> Tensor:
         q, k, v = (x.transpose(0, 1)[None] for x in (q_THD, k_THD, v_THD))
-        options = self.prefill_options or default_prefill_options(q_THD)
+        options = for_head_size(self.prefill_options, spec.head_dim) or default_prefill_options(q_THD)
         if self.fa4_prefill and fa4_takes(spec):
             options = {"BACKEND": "FLASH", **(options or {})}
         o_1HTD = _compiled_flex(dynamic=q.is_cuda)(
@@ -511,7 +511,8 @@ class FlexAttention(AttentionBackend):
             # The decode kernel takes power-of-two groups only; others would silently get the long-query kernel.
             q_BHGD = F.pad(q_BHGD, (0, 0, 0, padded_group - group))
         block_mask = mask_for(spec.window)
-        options = self.decode_options or default_decode_options(q_BHD, page_size=block_mask.BLOCK_SIZE[1])
+        options = for_head_size(self.decode_options, spec.head_dim)
+        options = options or default_decode_options(q_BHD, page_size=block_mask.BLOCK_SIZE[1])
         if q_BHD.is_cuda:
             _watch_decode_lowering()
         o_BH1D = _compiled_flex(dynamic=False)(
@@ -523,6 +524,13 @@ class FlexAttention(AttentionBackend):
             kernel_options=options,
         )  # fmt: skip
         return o_BH1D[:, :, 0].unflatten(1, (spec.num_kv_heads, padded_group))[:, :, :group].flatten(1, 2)
+
+
+def for_head_size(options: dict | None, head_dim: int) -> dict | None:
+    """Kernel options serve all layers, or come by head size, as {"256": {...}, "512": {...}}; a size left out has its default."""
+    if options and all(isinstance(value, dict) for value in options.values()):
+        return options.get(str(head_dim))
+    return options
 
 
 def default_decode_options(q_BHD: Tensor, page_size: int) -> dict:
@@ -630,11 +638,12 @@ class TritonAttention(FlexAttention):
     reads_shared_pages_once = True
 
     def __init__(self, decode_options: dict | None = None, prefill_options: dict | None = None, fa4_prefill: bool = False):
-        super().__init__(None, prefill_options, fa4_prefill)
+        super().__init__(decode_options, prefill_options, fa4_prefill)
         known = {option.name for option in fields(flex_decode_attention.DecodeOptions)}
-        if unknown := set(decode_options or ()) - known:
-            raise ValueError(f"decode_kernel_options {sorted(unknown)}: the triton backend has {sorted(known)}")
-        self.kernel_options = flex_decode_attention.DecodeOptions(**decode_options) if decode_options else None
+        sizes = [name for name, value in (decode_options or {}).items() if isinstance(value, dict)]
+        for options in [decode_options[size] for size in sizes] or [decode_options or {}]:
+            if unknown := set(options) - known:
+                raise ValueError(f"decode_kernel_options {sorted(unknown)}: the triton backend has {sorted(known)}")
 
     def plan(self, cache: PagedKVCache, batch: PrefillBatch | DecodeBatch):
         if isinstance(batch, PrefillBatch):
@@ -646,8 +655,10 @@ class TritonAttention(FlexAttention):
             window: int | None, num_heads: int, num_kv_heads: int, head_dim: int
         ) -> flex_decode_attention.DecodePlan:
             shared = flex_decode_attention.SharedPages(pages_BP, cache.page_size, num_heads) if batch.shares_pages else None
+            given = for_head_size(self.decode_options, head_dim)
+            options = flex_decode_attention.DecodeOptions(**given) if given else None
             return flex_decode_attention.decode_attention_plan(
-                lengths_B, num_kv_heads, head_dim, cache.dtype, window, self.kernel_options, shared
+                lengths_B, num_kv_heads, head_dim, cache.dtype, window, options, shared
             )
 
         return pages_BP, lengths_B, cache.page_size, work_for

@@ -28,7 +28,7 @@ from flex_engine import EngineConfig, EngineStats, FlexEngine, SamplingParams
 from lora_adapters import load_adapter
 from persistent_cb import PersistentCB, batching_config, sampling_config
 from prompts import Prompt
-from qwen3_flex_inference import Qwen3Walker
+from written_walkers import text_model, walker_class_of
 
 # ------------------------------------------------------------------------------------------------------------ the workload
 
@@ -123,7 +123,8 @@ class Flex(Peer):
 
     def __init__(self, args: argparse.Namespace, config: PreTrainedConfig, workloads: Sequence[Workload]):
         super().__init__(args, config, workloads)
-        self.walker = make_walker(with_adapter(load_model(args)[0], args), Qwen3Walker, args)
+        model = text_model(load_model(args)[0])
+        self.walker = make_walker(with_adapter(model, args), walker_class_of(model), args)
         self.engine: FlexEngine | None = None
 
     def start(self, workload: Workload) -> None:
