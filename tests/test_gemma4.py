@@ -22,10 +22,13 @@ import verify_gemma4_numerics
 from conftest import SCRIPTS
 from flex_engine import Attend, DecodeBatch, EngineConfig, FlexEngine, HFWalker, PagedKVCache, SamplingParams
 from flex_nf4 import load_4bit, quantize_nf4
+from flex_paged_attention import TritonAttention, for_head_size
 from gemma4_flex_inference import Gemma4Walker, text_model
 from lora_adapters import LINEAR_TARGETS, load_adapter
 from numerics import LogitError, engine_last_logits, hf_greedy, hf_logits, shuffle_free_pages
+from qwen3_flex_inference import Qwen3Walker
 from tiny_models import VOCAB, gemma4, gemma4_multimodal, random_prompts, unshared
+from written_walkers import walker_class_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -274,6 +277,29 @@ def test_the_hf_walker_runs_experts_and_refuses_what_is_not_causal(prompts):
 
 
 # ----------------------------------------------------------------------------------------------------------------- shared keys
+
+
+def test_kernel_options_by_head_size():
+    options = {"256": {"block_n": 64}, "512": {"block_n": 32, "num_warps": 8}}
+    assert [for_head_size(options, size) for size in (256, 512, 128)] == [options["256"], options["512"], None]
+    assert for_head_size({"block_n": 64}, 512) == {"block_n": 64} and for_head_size(None, 512) is None
+    assert TritonAttention(options).decode_options is options
+    with pytest.raises(ValueError, match="decode_kernel_options"):
+        TritonAttention({"256": {"BLOCK_N": 64}})
+
+
+def test_every_walker_is_found_by_its_model():
+    assert walker_class_of(gemma4()) is walker_class_of(gemma4_multimodal()) is Gemma4Walker
+    assert walker_class_of(tiny_models.llama()) is Qwen3Walker
+    with pytest.raises(ValueError, match="no written walker takes gemma2; use --walker hf"):
+        walker_class_of(tiny_models.gemma2())
+
+
+@pytest.mark.parametrize("walker", [Gemma4Walker])
+def test_flex_backend(model, prompts, expected, walker):
+    """Two head sizes and two block masks in one step."""
+    engine = make_engine(walker(model), max_batch_size=2, attention_backend="flex")
+    assert tokens_of(engine, prompts[4:6]) == expected[4:6]
 
 
 def test_sharing_layers_have_no_pages_of_their_own(model):
@@ -534,8 +560,9 @@ from transformers import Gemma4ForCausalLM, Gemma4ForConditionalGeneration
 
 
 def test_the_core_names_no_architecture():
-    core = [*SCRIPTS.glob("flex_*.py"), SCRIPTS / "numerics.py"]
-    assert not [path.name for path in core if "gemma4" in path.read_text().lower()]
+    core = ("cli", "decode_attention", "engine", "kernels", "linear", "lora", "nf4", "paged_attention", "sampling", "weights")
+    files = [*(f"flex_{name}.py" for name in core), "numerics.py", "lora_adapters.py"]
+    assert not [name for name in files if "gemma4" in (SCRIPTS / name).read_text().lower()]
 
 
 def test_preset_has_the_real_shapes():

@@ -230,9 +230,11 @@ class StepTimer:
         return {str(size): own for size, own in {**self.chosen, self.searched: options}.items() if own} or None
 
     def __call__(self, options: dict | None) -> float:
+        return self.time(self.options(options))
+
+    def time(self, options: dict | None) -> float:
         engine, args = self.engine, self.args
         engine.drop_graphs()
-        options = self.options(options)
         engine.backend = flex_paged_attention.make_backend(args.attention_backend, engine.device, options)
         return time_decode_step(engine, args.batch_size, args.context, args.n, args.prompt_tokens, STEPS)
 
@@ -240,7 +242,7 @@ class StepTimer:
         """Lets Inductor autotune one decode step's attention, and log it."""
         neutral = {"PRESCALE_QK": False}  # flex_attention's default; empty options would mean the engine's own tile
         with autotuning(path, exhaustive):
-            self(neutral)
+            self.time(neutral)
         if not path.exists():
             fail(f"Inductor wrote no {path}: this torch ({torch.__version__}) does not log flex_attention's autotuning")
 

@@ -644,6 +644,7 @@ class TritonAttention(FlexAttention):
         for options in [decode_options[size] for size in sizes] or [decode_options or {}]:
             if unknown := set(options) - known:
                 raise ValueError(f"decode_kernel_options {sorted(unknown)}: the triton backend has {sorted(known)}")
+            flex_decode_attention.DecodeOptions(**options)
 
     def plan(self, cache: PagedKVCache, batch: PrefillBatch | DecodeBatch):
         if isinstance(batch, PrefillBatch):
