@@ -13,6 +13,7 @@ from flex_autotune_replay import (
     Timing,
     autotuning,
     choose,
+    confirm,
     decode_entries,
     measure_all,
     parse_shape,
@@ -168,6 +169,15 @@ def test_noise_does_not_beat_the_default():
     default, close, better = Timing(None, 4.0), Timing({"BLOCK_N": 32}, 3.99), Timing({"BLOCK_N": 64}, 3.9)
     assert choose([default, close]) is default
     assert choose([default, close, better]) is better
+
+
+def test_luck_is_measured_again():
+    figures = iter([4.0, 3.5, 3.7, 4.0, 4.1])
+    timings = measure_all(lambda options: next(figures), [None, {"BLOCK_N": 32}, {"BLOCK_N": 64}])
+    asked = []
+    assert confirm(lambda options: asked.append(options) or next(figures), timings).options is None
+    assert asked == [None, {"BLOCK_N": 32}]
+    assert confirm(lambda options: next(figures), timings[:1]) is timings[0]  # nothing to confirm
 
 
 def test_a_tile_that_does_not_fit_is_a_result():

@@ -424,7 +424,7 @@ def test_auto_on_a_gpu_takes_what_measured_fastest_and_says_why(batch_size):
     name, reason = measured_choice(batch_size)
     assert name == "triton" and "flex" in reason and "H200" in reason
     backend = make_backend("auto", torch.device("cuda"), {"block_n": 32}, batch_size=batch_size)
-    assert backend.name == name and backend.reason == reason and backend.kernel_options.block_n == 32
+    assert backend.name == name and backend.reason == reason and backend.decode_options == {"block_n": 32}
     assert not make_backend("triton", torch.device("cuda")).reason  # asked for, not chosen
 
 

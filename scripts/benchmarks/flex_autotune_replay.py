@@ -185,6 +185,12 @@ def choose(timings: Sequence[Timing]) -> Timing:
     return best if best.milliseconds < WORTHWHILE * default.milliseconds else default
 
 
+def confirm(measure: Measure, timings: Sequence[Timing]) -> Timing:
+    """The fastest of many is in part the luckiest, so it is measured again, beside the default."""
+    best = min(timings, key=lambda timing: timing.milliseconds)
+    return best if best.options is None else choose(measure_all(measure, [None, best.options]))
+
+
 def triton_tiles(default: DecodeOptions) -> list[DecodeOptions]:
     tiles = ((64, 4, 2), (64, 4, 3), (64, 8, 3), (32, 4, 2), (32, 4, 3), (32, 4, 4), (128, 4, 2), (128, 8, 2), (16, 4, 4))
     return [replace(default, block_n=n, num_warps=warps, num_stages=stages) for n, warps, stages in tiles]
@@ -306,8 +312,9 @@ def main(argv: list[str] | None = None) -> int:
             else:
                 default = default_decode_options(head_dim, engine.walker.dtype, args.batch_size)
                 timings = tune_triton(timer, default, groups=args.n > 1 and args.prompt_tokens > 0)
-            timer.chosen[head_dim] = choose(timings).options
-            report(timings, head_dim, args)
+            note("once more:")
+            timer.chosen[head_dim] = confirm(timer, timings).options
+            report(timings, timer.chosen[head_dim], head_dim, args)
     except (OSError, ValueError) as error:
         fail(str(error))
     options = timer.options(timer.chosen[head_dim])
@@ -316,12 +323,11 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def report(timings: Sequence[Timing], head_dim: int, args: argparse.Namespace) -> None:
+def report(timings: Sequence[Timing], chosen: dict | None, head_dim: int, args: argparse.Namespace) -> None:
     shape = f"batch {args.batch_size}, context {args.context}" + (f", {args.n} per prompt" if args.n > 1 else "")
     print(f"\n{args.attention_backend} decode steps, heads of {head_dim}, {shape}, on {torch.cuda.get_device_name()}:")
-    chosen = choose(timings)
     for timing in sorted(timings, key=lambda timing: timing.milliseconds):
-        print(f"{timing}{'  <- taken' if timing is chosen else ''}")
+        print(f"{timing}{'  <- taken' if timing.options == chosen else ''}")
 
 
 if __name__ == "__main__":
