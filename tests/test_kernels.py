@@ -397,10 +397,10 @@ def test_sample_against_reference_and_oracle(dtype):
 
 
 def test_sample_searches_the_row_when_the_filters_keep_more_than_the_lanes_hold():
-    """The kernel keeps four logits for each of 4096 lanes; here one lane holds seven of the largest."""
+    """The kernel keeps six logits for each of 4096 lanes; here one lane holds seven of the largest."""
     logits = randn(6, 4096 * 6 + 100)
     logits[:, 5::4096] += torch.linspace(20.0, 19.0, 7, device=DEVICE)
-    filters = [{"top_k": 3}, {"top_k": 4}, {"top_k": 6}, {"top_p": 0.9}, {"top_k": 6, "top_p": 0.9}, {"min_p": 0.2}]
+    filters = [{"top_k": 5}, {"top_k": 6}, {"top_k": 7}, {"top_p": 0.9}, {"top_k": 7, "top_p": 0.9}, {"min_p": 0.2}]
     args = list(sampling_args(6, seed=torch.arange(6)))
     for column, (name, off) in enumerate({"top_k": 0, "top_p": 1.0, "min_p": 0.0}.items(), start=1):
         args[column] = torch.tensor([f.get(name, off) for f in filters], dtype=args[column].dtype, device=DEVICE)

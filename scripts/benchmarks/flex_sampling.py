@@ -214,35 +214,30 @@ def _threshold_search(
 
 
 @jit
-def _lane_search(a, b, c, d, lo, hi, goal, top, inv_temperature, MASS: tl.constexpr, DTYPE: tl.constexpr):
-    """`_threshold_search` over values [1, BLOCK] that are in registers, for a goal that is a count or a mass."""
+def _lane_total(values, floors, top, inv_temperature, MASS: tl.constexpr):
+    """For each of the floors [WAYS, 1], how many of the values (tensors [1, BLOCK]) reach it, or their mass."""
+    totals = tl.zeros([floors.shape[0], values[0].shape[1]], tl.float32)
+    for i in tl.static_range(len(values)):
+        weight = tl.full(values[i].shape, 1.0, tl.float32)
+        if MASS:
+            weight = tl.exp2((values[i] - top) * (inv_temperature * 1.4426950408889634))
+        totals += tl.where(values[i] >= floors, weight, 0.0)
+    return tl.sum(totals, axis=1)
+
+
+@jit
+def _lane_search(values, lo, hi, goal, top, inv_temperature, MASS: tl.constexpr, DTYPE: tl.constexpr):
+    """`_threshold_search` over values that are in registers, for a goal that is a count or a mass."""
     WAYS: tl.constexpr = 4
     ways = tl.arange(0, WAYS)
     while hi - lo > 1:
         step = (hi - lo + WAYS - 1) // WAYS
         keys = tl.minimum(lo + ways * step, hi)
-        total = _lane_total(a, b, c, d, _key_to_float(keys, DTYPE)[:, None], top, inv_temperature, MASS)
-        reached = total >= goal
+        reached = _lane_total(values, _key_to_float(keys, DTYPE)[:, None], top, inv_temperature, MASS) >= goal
         new_lo = tl.max(tl.where(reached, keys, lo))
         hi = tl.min(tl.where(reached, hi, keys))
         lo = new_lo
     return lo
-
-
-@jit
-def _lane_total(a, b, c, d, floors, top, inv_temperature, MASS: tl.constexpr):
-    """For each of the floors [WAYS, 1], how many of the values reach it, or their mass."""
-    total = _lane_weight(a, floors, top, inv_temperature, MASS) + _lane_weight(b, floors, top, inv_temperature, MASS)
-    total += _lane_weight(c, floors, top, inv_temperature, MASS) + _lane_weight(d, floors, top, inv_temperature, MASS)
-    return tl.sum(total, axis=1)
-
-
-@jit
-def _lane_weight(x, floors, top, inv_temperature, MASS: tl.constexpr):
-    weight = tl.full(x.shape, 1.0, tl.float32)
-    if MASS:
-        weight = tl.exp2((x - top) * (inv_temperature * 1.4426950408889634))
-    return tl.where(x >= floors, weight, 0.0)
 
 
 @jit
@@ -252,8 +247,8 @@ def _sample_threshold_kernel(
 ):
     """One program per row: the noise's keys, and the lowest logit that the row's filters keep; rows without filters leave at once.
 
-    One pass over the row leaves each lane's four largest logits in registers. Among them are all that exceed the largest
-    fourth one, which is nearly always all that the filters keep; otherwise the row is searched itself. Both are exact.
+    One pass over the row leaves each lane's six largest logits in registers. Among them are all that exceed the largest
+    sixth one, which is nearly always all that the filters keep; otherwise the row is searched itself. Both are exact.
     """
     wait_for_inputs(PDL)
     DTYPE: tl.constexpr = logits_ptr.dtype.element_ty
@@ -272,44 +267,45 @@ def _sample_threshold_kernel(
         inv_temperature = tl.div_rn(1.0, temperature)
         lanes = tl.arange(0, BLOCK)[None, :]
         a = tl.full([1, BLOCK], -float("inf"), tl.float32)
-        b, c, d = a, a, a
+        b, c, d, e, f = a, a, a, a, a
         for start in tl.range(0, V, BLOCK, loop_unroll_factor=4):
             x = tl.load(logits_ptr + start + lanes, mask=start + lanes < V, other=-float("inf")).to(tl.float32)
-            below_a = tl.minimum(a, x)
-            below_b = tl.minimum(b, below_a)
-            d = tl.maximum(d, tl.minimum(c, below_b))
-            c = tl.maximum(c, below_b)
-            b = tl.maximum(b, below_a)
-            a = tl.maximum(a, x)
+            a, x = tl.maximum(a, x), tl.minimum(a, x)
+            b, x = tl.maximum(b, x), tl.minimum(b, x)
+            c, x = tl.maximum(c, x), tl.minimum(c, x)
+            d, x = tl.maximum(d, x), tl.minimum(d, x)
+            e, x = tl.maximum(e, x), tl.minimum(e, x)
+            f = tl.maximum(f, x)
+        largest = (a, b, c, d, e, f)
         top = tl.max(a)
         lowest = _float_to_key(tl.full([], -float("inf"), tl.float32), DTYPE)
         lo, hi = lowest, _float_to_key(top, DTYPE) + 1
-        complete = _float_to_key(tl.max(d), DTYPE) + 1  # every logit of at least this key is in the lanes
+        complete = _float_to_key(tl.max(f), DTYPE) + 1  # every logit of at least this key is in the lanes
         floor = tl.full([1, 1], 0.0, tl.float32) + _key_to_float(complete, DTYPE)
         in_lanes = complete < hi
         if use_top_k:
             count = top_k.to(tl.float32)
             if in_lanes:
-                in_lanes = tl.max(_lane_total(a, b, c, d, floor, top, inv_temperature, False)) >= count
+                in_lanes = tl.max(_lane_total(largest, floor, top, inv_temperature, False)) >= count
             if in_lanes:
-                lo = _lane_search(a, b, c, d, complete, hi, count, top, inv_temperature, False, DTYPE)
+                lo = _lane_search(largest, complete, hi, count, top, inv_temperature, False, DTYPE)
             else:
                 lo = _threshold_search(logits_ptr, V, lo, hi, count, top, inv_temperature, False, WAYS, BLOCK)
         if top_p < 1.0:
             total = 0.0
             if use_top_k & in_lanes:
                 at_lo = tl.full([1, 1], 0.0, tl.float32) + _key_to_float(lo, DTYPE)
-                total = tl.max(_lane_total(a, b, c, d, at_lo, top, inv_temperature, True))
+                total = tl.max(_lane_total(largest, at_lo, top, inv_temperature, True))
             elif in_lanes:
                 mass = tl.zeros([1, BLOCK], tl.float32)
                 for start in tl.range(0, V, BLOCK, loop_unroll_factor=4):
                     x = tl.load(logits_ptr + start + lanes, mask=start + lanes < V, other=-float("inf")).to(tl.float32)
                     mass += tl.exp2((x - top) * (inv_temperature * 1.4426950408889634))
                 total = tl.sum(mass)
-                in_lanes = tl.max(_lane_total(a, b, c, d, floor, top, inv_temperature, True)) >= top_p * total
+                in_lanes = tl.max(_lane_total(largest, floor, top, inv_temperature, True)) >= top_p * total
             if in_lanes:
                 lo = tl.maximum(lo, complete)
-                lo = _lane_search(a, b, c, d, lo, hi, top_p * total, top, inv_temperature, True, DTYPE)
+                lo = _lane_search(largest, lo, hi, top_p * total, top, inv_temperature, True, DTYPE)
             else:
                 # What lies 32 nats below the top weighs less than fp32 resolves, over any vocabulary.
                 lo = tl.maximum(lo, _float_to_key(top - 32.0 * temperature, DTYPE))
