@@ -1,0 +1,571 @@
+"""What the GRPO drivers share, so that they differ in the rollout only: flags, task, trainer, timing, and the stats JSON.
+
+    def main(argv=None) -> int:
+        parser = build_grpo_parser(__doc__)
+        args = parser.parse_args(argv)
+        return run_grpo("naive", args)
+
+`run_grpo` builds one GRPOTrainer from the flags, lets the driver change how it generates, trains, and writes `GRPOStats`. Tasks need
+no hub: sums and word problems are built in, and reasoning-gym's generators are used where it is installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.util
+import json
+import math
+import os
+import random
+import re
+import resource
+import signal
+import statistics
+import tempfile
+import time
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, PrinterCallback, TrainerCallback
+
+from cb_vs_vllm_generation import find_card
+from flex_cli import (
+    EMBEDDED,
+    HelpFormatter,
+    add_model_arguments,
+    check_writable,
+    default_device,
+    device_name,
+    fail,
+    hub_reachable,
+    integer,
+    library_versions,
+    load_model,
+    note,
+    number,
+    top_k,
+)
+from flex_memory import peak_memory_gb, reset_peak_memory
+from lora_adapters import LINEAR_TARGETS
+from prompts import (
+    GRPO_CHAT_TEMPLATE,
+    REASONING_END,
+    SOLUTION_END,
+    SOLUTION_START,
+    WORD_PROBLEMS,
+    choose_template,
+    parse_answer,
+    read_prompts_file,
+)
+
+if TYPE_CHECKING:
+    from trl import GRPOTrainer
+
+GENERATED_TASKS = ("gsm_symbolic", "chain_sum")
+TASKS = ("sums", "word_problems", *GENERATED_TASKS, "dapo_math")
+DAPO_MATH = ("open-r1/DAPO-Math-17k-Processed", "en")
+MAX_GRAD_NORM = 1.0
+COMPILE_MODES = ("default", "reduce-overhead", "max-autotune-no-cudagraphs")
+
+
+# ---------------------------------------------------------------------------------------------------------------------- flags
+
+
+def build_grpo_parser(description: str | None, default_model: str = "unsloth/Qwen3-4B-Base") -> argparse.ArgumentParser:
+    """The flags that every GRPO driver has; defaults that depend on the machine are those of this one."""
+    on_gpu = torch.cuda.is_available()
+    parser = argparse.ArgumentParser(description=description, formatter_class=HelpFormatter, allow_abbrev=False)
+    add_model_arguments(parser, default_model)
+
+    group = parser.add_argument_group("task")
+    group.add_argument(
+        "--task", choices=TASKS, help=f"sums and word_problems are built in; {' and '.join(GENERATED_TASKS)} are reasoning-gym's, "
+        f"dapo_math is {DAPO_MATH[0]} from the hub (default: word_problems; sums with the embedded model)",
+    )  # fmt: skip
+    group.add_argument(
+        "--prompts_file", metavar="FILE", help='problems of your own instead, one per line: {"prompt": ..., "answer": 42}'
+    )
+    group.add_argument(
+        "--chat_template", choices=("auto", "grpo", "native"), default="auto",
+        help="grpo: reasoning and solution tags for base models; native: the tokenizer's; auto: grpo for Qwen3 base models, else native",
+    )  # fmt: skip
+    group.add_argument("--max_prompt_length", metavar="N", type=integer(1), help="tokens; longer prompts are left out (default: the longest)")
+
+    group = parser.add_argument_group("sampling")
+    group.add_argument("--max_completion_length", metavar="N", type=integer(1), default=512 if on_gpu else 16, help="tokens")
+    group.add_argument("--temperature", metavar="X", type=number(0, math.inf, open_low=True), default=1.0, help="above 0")
+    group.add_argument("--top_k", metavar="X", type=top_k, default=0, help="0, -1 and None are off")
+    group.add_argument("--top_p", metavar="X", type=number(0, 1, open_low=True), default=1.0, help="1 is off")
+    group.add_argument("--min_p", metavar="X", type=number(0, 1), default=0.0, help="0 is off")
+
+    group = parser.add_argument_group("training")
+    group.add_argument("--max_steps", metavar="N", type=integer(1), default=20, help="optimizer steps")
+    group.add_argument("--n_prompts", metavar="N", type=integer(1), default=8 if on_gpu else 4, help="of each step")
+    group.add_argument("--num_generations", metavar="N", type=integer(2), default=8 if on_gpu else 4, help="completions of a prompt")
+    group.add_argument(
+        "--per_device_train_batch_size", metavar="N", type=integer(1),
+        help="completions in one forward and backward; gradients are accumulated over the step (default: at most 8)",
+    )  # fmt: skip
+    group.add_argument("--learning_rate", metavar="X", type=number(0, math.inf, open_low=True), default=1e-5, help="constant")
+    group.add_argument("--beta", metavar="X", type=number(0, math.inf), default=0.001, help="of the KL term; 0 drops the reference forward")
+    group.add_argument("--lora_rank", metavar="R", type=integer(0), default=32, help="on all seven projections; 0 trains every weight")
+    group.add_argument("--load_in_4bit", action="store_true", help="bitsandbytes NF4 base weights, with LoRA")
+    group.add_argument(
+        "--bf16", action=argparse.BooleanOptionalAction, default=on_gpu, help="autocast, whatever the parameters' --dtype"
+    )
+    group.add_argument("--gradient_checkpointing", action=argparse.BooleanOptionalAction, default=on_gpu, help="recompute activations")
+    group.add_argument("--seed", metavar="N", type=integer(0), default=0, help="of the task, the adapter and the sampling")
+
+    group = parser.add_argument_group("run")
+    group.add_argument(
+        "--stats_path", default=f"outputs/{parser.prog.removesuffix('.py')}_stats.json", metavar="FILE", help="where the stats JSON goes"
+    )
+    group.add_argument("--save_path", metavar="FOLDER", help="where the trained model or adapter goes (default: nowhere)")
+    return parser
+
+
+def add_compile_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("torch.compile of the training step")
+    group.add_argument("--compile_mode", choices=COMPILE_MODES, help="compiles policy and reference model (default: not compiled)")
+    group.add_argument("--compile_dynamic", action="store_true", help="one graph for all lengths")
+
+
+# ----------------------------------------------------------------------------------------------------------------------- task
+
+
+@dataclass
+class Task:
+    """Problems with their answers, and what a completion is worth. `rewards` take TRL's arguments and give a list of floats."""
+
+    problems: list[str | list[dict]]
+    answers: list[object]
+    rewards: list[Callable]
+
+
+def text_of(completion: str | list[dict]) -> str:
+    return completion if isinstance(completion, str) else completion[-1]["content"]
+
+
+def right_answer(completions: list, answer: list, **_) -> list[float]:
+    """1 where the completion ends in the right number."""
+    return [float(parse_answer(text_of(completion)) == right) for completion, right in zip(completions, answer)]
+
+
+def answers_in_digits(completions: list, **_) -> list[float]:
+    """Half the share of the text that is digits: something to climb for a model that talks, or has learned nothing yet."""
+    texts = [re.sub(r"\s", "", text_of(completion)) for completion in completions]
+    return [0.5 * sum(c.isascii() and c.isdigit() for c in text) / max(1, len(text)) for text in texts]
+
+
+def follows_format(completions: list, **_) -> list[float]:
+    """Half a point for the tags of the GRPO template, once each and in order. The prompt has opened the reasoning already."""
+    pattern = re.compile(rf"^(?:(?!{REASONING_END}).)*{REASONING_END}\s*{SOLUTION_START}[^<]+{SOLUTION_END}\s*$", re.DOTALL)
+    return [0.5 * bool(pattern.match(text_of(completion))) for completion in completions]
+
+
+def short_sums(count: int, seed: int) -> Task:
+    drawn = random.Random(seed)
+    pairs = [(drawn.randint(1, 9), drawn.randint(1, 9)) for _ in range(count)]
+    return Task([f"What is {a} + {b}?" for a, b in pairs], [a + b for a, b in pairs], [right_answer, answers_in_digits])
+
+
+def word_problems(count: int, seed: int) -> Task:
+    order = random.Random(seed).sample(WORD_PROBLEMS, len(WORD_PROBLEMS))
+    problems, answers = zip(*(order[index % len(order)] for index in range(count)))
+    return Task(list(problems), list(answers), [right_answer])
+
+
+def reasoning_gym_task(name: str, count: int, seed: int) -> Task:
+    if importlib.util.find_spec("reasoning_gym") is None:
+        fail(f"--task {name} needs reasoning-gym: pip install reasoning-gym==0.1.25 (builds pycosat: a C compiler and Python's headers)")
+    import reasoning_gym
+
+    dataset = reasoning_gym.create_dataset(name, size=count, seed=seed)
+
+    def score(completions: list, answer: list, **_) -> list[float]:
+        """reasoning-gym's own scorer on the number that a completion ends in."""
+        found = [parse_answer(text_of(completion)) for completion in completions]
+        return [dataset.score_answer(None if number is None else str(number), {"answer": right}) for number, right in zip(found, answer)]
+
+    entries = list(dataset)
+    return Task([entry["question"] for entry in entries], [entry["answer"] for entry in entries], [score])
+
+
+def dapo_math(count: int, seed: int) -> Task:
+    if not hub_reachable():
+        fail("--task dapo_math comes from the model hub, which can't be reached; use another --task or --prompts_file")
+    from datasets import load_dataset
+
+    rows = load_dataset(*DAPO_MATH, split="train").shuffle(seed=seed)
+    rows = rows.select(index % len(rows) for index in range(count))
+    return Task(list(rows["prompt"]), [parse_answer(answer) for answer in rows["solution"]], [right_answer])
+
+
+def task_from_file(path: str, count: int) -> Task:
+    try:
+        read = read_prompts_file(path)
+    except (OSError, UnicodeDecodeError) as error:
+        fail(f"--prompts_file {path}: {error}")
+    bad = next((prompt for prompt in read if prompt.error or prompt.answer is None), None)
+    if bad or not read:
+        fail(f"{bad.source}: {bad.error or 'has no number as its answer'}" if bad else f"--prompts_file {path} holds no prompt")
+    rows = [read[index % len(read)] for index in range(count)]
+    return Task([row.content for row in rows], [row.answer for row in rows], [right_answer])
+
+
+def make_task(args: argparse.Namespace) -> Task:
+    """As many problems as the run will ask. Ends the script if they can't be had."""
+    count = args.n_prompts * args.max_steps
+    if args.prompts_file:
+        return task_from_file(args.prompts_file, count)
+    args.task = args.task or ("sums" if args.model_name == EMBEDDED else "word_problems")
+    if args.task in GENERATED_TASKS:
+        return reasoning_gym_task(args.task, count, args.seed)
+    return {"sums": short_sums, "word_problems": word_problems, "dapo_math": dapo_math}[args.task](count, args.seed)
+
+
+def make_dataset(task: Task, args: argparse.Namespace, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase):
+    """TRL's dataset: chat messages, or plain text where the tokenizer has no template. Sets --max_prompt_length."""
+    from datasets import Dataset
+
+    try:
+        template = choose_template(args.chat_template, model.config, args.model_name, tokenizer)
+    except ValueError as error:
+        fail(str(error))
+    if template == "grpo":
+        tokenizer.chat_template = GRPO_CHAT_TEMPLATE
+        task.rewards = [*task.rewards, follows_format]
+
+    def tokens(prompt) -> int:
+        if template == "plain":
+            return len(tokenizer(prompt)["input_ids"])
+        return len(tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)["input_ids"])
+
+    texts = [p if isinstance(p, str) else "\n".join(m["content"] for m in p) for p in task.problems]
+    turns = [p if isinstance(p, list) else [{"role": "user", "content": p}] for p in task.problems]
+    prompts = texts if template == "plain" else turns
+    lengths = [tokens(prompt) for prompt in prompts]
+    args.max_prompt_length = args.max_prompt_length or max(lengths)
+    kept = [index for index, length in enumerate(lengths) if length <= args.max_prompt_length]
+    if len(kept) < len(prompts):
+        note(f"{len(prompts) - len(kept)} of {len(prompts)} prompts are longer than --max_prompt_length {args.max_prompt_length}")
+    if len(kept) < args.n_prompts:
+        fail(f"{len(kept)} prompts are left, fewer than the {args.n_prompts} of a step")
+    return Dataset.from_dict({"prompt": [prompts[i] for i in kept], "answer": [task.answers[i] for i in kept]})
+
+
+# ---------------------------------------------------------------------------------------------------------------------- stats
+
+
+@dataclass
+class GRPOStats:
+    """The stats JSON of every GRPO driver. Lists have one entry per optimizer step; seconds are wall clock, memory 10^9 bytes.
+
+    `rollout_wall_s` is the part of a step from prompts to completions, weight sync included. `logp_difference` is the mean
+    absolute difference between the sampler's and the trainer's log-probabilities, where the backend reports its own.
+    """
+
+    backend: str
+    model_name: str
+    device: str
+    versions: dict[str, str]
+    config: dict[str, object]
+    max_steps: int
+    num_generations: int
+    max_prompt_length: int
+    max_completion_length: int
+    train_wall_s: float = 0.0
+    peak_memory_gb: float | None = None
+    peak_reserved_gb: float | None = None
+    card_gb: float | None = None
+    step_wall_s: list[float] = field(default_factory=list)
+    rollout_wall_s: list[float] = field(default_factory=list)
+    losses: list[float | None] = field(default_factory=list)
+    rewards: list[float | None] = field(default_factory=list)
+    kl: list[float | None] = field(default_factory=list)
+    grad_norm: list[float | None] = field(default_factory=list)
+    logp_difference: list[float | None] = field(default_factory=list)
+    logp_difference_max: list[float | None] = field(default_factory=list)
+    completion_lengths: list[float | None] = field(default_factory=list)
+    finished: bool = False
+    extras: dict[str, object] = field(default_factory=dict)
+
+    def save(self, path: str | Path) -> None:
+        """Whole or not at all. Raises OSError."""
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        incomplete = path.with_name(f".{path.name}.{os.getpid()}")
+        incomplete.write_text(json.dumps(dataclasses.asdict(self), indent=2) + "\n")
+        os.replace(incomplete, path)
+
+    @classmethod
+    def load(cls, path: str | Path) -> GRPOStats:
+        """Raises OSError, or ValueError when the file is no stats of a GRPO run."""
+        try:
+            return cls(**json.loads(Path(path).read_text()))
+        except (TypeError, json.JSONDecodeError) as error:
+            raise ValueError(f"{path} is not the stats of a GRPO run: {error}") from error
+
+
+LOGGED = {
+    "losses": "loss",
+    "rewards": "reward",
+    "kl": "kl",
+    "grad_norm": "grad_norm",
+    "logp_difference": "sampling/sampling_logp_difference/mean",
+    "logp_difference_max": "sampling/sampling_logp_difference/max",
+    "completion_lengths": "completions/mean_length",
+}
+
+
+class StepTimer(TrainerCallback):
+    """Fills the stats as training goes: the wall clock of each optimizer step and of its rollout, and what TRL logs."""
+
+    def __init__(self, stats: GRPOStats, card):
+        self.stats, self.card = stats, card
+        self.started = self.rollout = 0.0
+
+    def watch(self, trainer: GRPOTrainer) -> None:
+        """Times TRL's one way to any backend; a step with tools goes there several times."""
+        generate = trainer._generate_single_turn
+
+        def timed(*args, **kwargs):
+            started = self.clock()
+            try:
+                return generate(*args, **kwargs)
+            finally:
+                self.rollout += self.clock() - started
+
+        trainer._generate_single_turn = timed
+
+    @staticmethod
+    def clock() -> float:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def on_step_begin(self, args, state, control, **kwargs) -> None:
+        self.started, self.rollout = self.clock(), 0.0
+
+    def on_step_end(self, args, state, control, **kwargs) -> None:
+        self.stats.step_wall_s.append(self.clock() - self.started)
+        self.stats.rollout_wall_s.append(self.rollout)
+        if self.card is not None:
+            self.stats.card_gb = max(self.stats.card_gb or 0.0, self.card.taken_gb())
+
+    def on_log(self, args, state, control, logs=None, **kwargs) -> None:
+        if logs is None or "loss" not in logs:
+            return
+        for name, key in LOGGED.items():
+            value = logs.get(key)
+            getattr(self.stats, name).append(None if value is None else float(value))
+        done, wall = len(self.stats.losses), self.stats.step_wall_s
+        seconds = f", {wall[-1]:.2f} s, of which rollout {self.stats.rollout_wall_s[-1]:.2f}" if wall else ""
+        note(f"step {done} of {self.stats.max_steps}: reward {self.stats.rewards[-1]:.3f}, loss {self.stats.losses[-1]:.4f}{seconds}")
+
+
+# -------------------------------------------------------------------------------------------------------------------- trainer
+
+
+def local_checkpoint(args: argparse.Namespace, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Random weights get a folder of their own, for backends and reference models that load by name."""
+    if args.load_format == "dummy" and not args.load_in_4bit:
+        folder = tempfile.mkdtemp(prefix="grpo-model-")
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        model.config._name_or_path = model.name_or_path = folder
+
+
+def make_trainer(args: argparse.Namespace, stats_callback: StepTimer, needs_files: bool, **config) -> GRPOTrainer:
+    """The trainer of the flags; `config` goes to GRPOConfig. Everything but the rollout is the same for every backend."""
+    from peft import LoraConfig
+    from trl import GRPOConfig, GRPOTrainer
+
+    if args.load_in_4bit and args.lora_rank == 0:
+        fail("--load_in_4bit trains an adapter only: --lora_rank must be above 0")
+    model, tokenizer = load_model(args)
+    if needs_files or (args.lora_rank == 0 and args.beta > 0):
+        local_checkpoint(args, model, tokenizer)
+    dataset = make_dataset(task := make_task(args), args, model, tokenizer)
+    completions = args.n_prompts * args.num_generations
+    micro = args.per_device_train_batch_size or next(size for size in (8, 7, 6, 5, 4, 3, 2, 1) if completions % size == 0)
+    if completions % micro:
+        fail(f"--per_device_train_batch_size {micro} does not divide {args.n_prompts} prompts x {args.num_generations} generations")
+    if config.get("use_vllm"):
+        config["vllm_max_model_length"] = args.max_prompt_length + args.max_completion_length
+    grpo = GRPOConfig(
+        output_dir=args.save_path or tempfile.mkdtemp(prefix="grpo-"),
+        max_steps=args.max_steps,
+        num_generations=args.num_generations,
+        per_device_train_batch_size=micro,
+        gradient_accumulation_steps=completions // micro,
+        max_completion_length=args.max_completion_length,
+        temperature=args.temperature,
+        top_p=args.top_p,
+        top_k=args.top_k,
+        min_p=args.min_p or None,
+        learning_rate=args.learning_rate,
+        lr_scheduler_type="constant",
+        max_grad_norm=MAX_GRAD_NORM,
+        beta=args.beta,
+        bf16=args.bf16,
+        gradient_checkpointing=args.gradient_checkpointing,
+        seed=args.seed,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        dataloader_pin_memory=torch.cuda.is_available(),
+        **config,
+    )
+    lora = LoraConfig(r=args.lora_rank, lora_alpha=args.lora_rank, target_modules=list(LINEAR_TARGETS), task_type="CAUSAL_LM")
+    try:
+        trainer = GRPOTrainer(
+            model=model, reward_funcs=task.rewards, args=grpo, train_dataset=dataset, processing_class=tokenizer,
+            peft_config=lora if args.lora_rank else None, callbacks=[stats_callback],
+        )  # fmt: skip
+    except (ValueError, ImportError, OSError) as error:
+        fail(str(error).strip().splitlines()[0])
+    trainer.remove_callback(PrinterCallback)  # the timer's own line says what matters
+    stats_callback.watch(trainer)
+    return trainer
+
+
+@contextmanager
+def terminated_as_interrupted() -> Iterator[None]:
+    """SIGTERM unwinds like Ctrl-C, so that what a step has taken is given back and the stats so far are written."""
+
+    def interrupt(signum, frame):
+        raise KeyboardInterrupt("SIGTERM")
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def run_grpo(
+    backend: str,
+    args: argparse.Namespace,
+    attach: Callable[[GRPOTrainer], Callable[[], dict[str, object]]] = lambda trainer: dict,
+    needs_files: bool = False,
+    **config,
+) -> int:
+    """The whole of a driver; returns its exit status. `attach` changes how the trainer generates and returns what tells the
+    stats' extras at the end; `config` goes to GRPOConfig, and `needs_files` is a backend that loads the model by name."""
+    check_writable(args.stats_path)
+    card = find_card()
+    stats = GRPOStats(
+        backend, "", device_name(default_device()), library_versions(), {}, args.max_steps, args.num_generations, 0,
+        args.max_completion_length,
+    )  # fmt: skip
+    timer = StepTimer(stats, card)
+    trainer = make_trainer(args, timer, needs_files, **config)
+    try:
+        extras = attach(trainer)
+    except ValueError as error:
+        fail(str(error).strip().splitlines()[0])
+    stats.model_name, stats.max_prompt_length = args.model_name, args.max_prompt_length
+    stats.config = {key: value for key, value in vars(args).items() if key not in ("default_model", "cpu_model", "fallbacks")}
+    if torch.cuda.is_available():
+        reset_peak_memory()
+    started = time.perf_counter()
+    try:
+        with terminated_as_interrupted():
+            trainer.train()
+        stats.finished = True
+    except KeyboardInterrupt:
+        note(f"interrupted after {len(stats.step_wall_s)} of {args.max_steps} steps")
+    finally:
+        stats.train_wall_s = time.perf_counter() - started
+        stats.extras = extras()
+        add_peaks(stats)
+        if trainer.accelerator.is_main_process:
+            stats.save(args.stats_path)
+    if stats.finished and args.save_path:
+        trainer.save_model(args.save_path)
+    if trainer.accelerator.is_main_process:
+        print_summary(stats)
+        print(f"stats: {args.stats_path}")
+    return 0 if stats.finished else 130
+
+
+def add_peaks(stats: GRPOStats) -> None:
+    """Of training alone on a GPU, of the process on a CPU."""
+    if torch.cuda.is_available():
+        stats.peak_memory_gb, stats.peak_reserved_gb = peak_memory_gb()
+    else:
+        stats.peak_memory_gb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+
+
+def print_summary(stats: GRPOStats) -> None:
+    if not stats.step_wall_s:
+        return
+    settled = slice(3 if len(stats.step_wall_s) > 3 else 0, None)
+    step, rollout = (statistics.median(values[settled]) for values in (stats.step_wall_s, stats.rollout_wall_s))
+    differences = [value for value in stats.logp_difference if value is not None]
+    rows = {
+        "run": f"{stats.backend}, {stats.model_name} ({stats.device})",
+        "train": f"{stats.train_wall_s:.1f} s for {len(stats.step_wall_s)} steps",
+        "step": f"{step:.2f} s median, of which rollout {rollout:.2f} s",
+        "reward": f"{stats.rewards[0]:.3f} in the first step, {stats.rewards[-1]:.3f} in the last",
+        "peak memory": f"{stats.peak_memory_gb:.2f} GB",
+    }
+    if differences:
+        rows["logp difference"] = f"{statistics.mean(differences):.2g} mean, sampler against trainer"
+    print()
+    for name, value in rows.items():
+        print(f"{name:<18}{value}")
+
+
+# -------------------------------------------------------------------------------------------------------------- torch.compile
+
+
+def compile_training(trainer: GRPOTrainer, args: argparse.Namespace) -> Callable[[], dict[str, object]]:
+    """Compiles the forwards of policy and reference model, outside of generation. A compiler that fails leaves the model eager.
+
+    Returns what tells the stats' extras: graph breaks and failures.
+    """
+    if args.compile_mode is None:
+        return dict
+    report: dict[str, object] = {"compile_mode": args.compile_mode, "graph_breaks": 0, "compile_failures": []}
+    models = [trainer.accelerator.unwrap_model(trainer.model), *([trainer.ref_model] if trainer.ref_model is not None else [])]
+    for model in models:
+        base = model.get_base_model() if hasattr(model, "get_base_model") else model
+        eager = base.forward
+        compiled = torch.compile(eager, mode=args.compile_mode, dynamic=True if args.compile_dynamic else None)
+        base.forward = types.MethodType(_eager_where_it_fails(trainer, eager, compiled, report), base)
+    generate = trainer._generate_single_turn
+
+    def eagerly(*positional, **named):
+        report["generating"] = True
+        try:
+            return generate(*positional, **named)
+        finally:
+            del report["generating"]
+
+    trainer._generate_single_turn = eagerly
+    return lambda: report
+
+
+def _eager_where_it_fails(trainer: GRPOTrainer, eager: Callable, compiled: Callable, report: dict) -> Callable:
+    def forward(self, *args, **kwargs):
+        if report.get("generating") or report["compile_failures"]:
+            return eager(*args, **kwargs)
+        try:
+            return compiled(*args, **kwargs)
+        except Exception as error:  # whatever a compiler may raise; the run goes on, and says so in its stats
+            report["compile_failures"].append(f"{type(error).__name__}: {str(error).strip().splitlines()[0]}")
+            note(f"warning: torch.compile failed, training goes on without: {report['compile_failures'][-1]}")
+            return eager(*args, **kwargs)
+        finally:
+            report["graph_breaks"] = sum(torch._dynamo.utils.counters["graph_break"].values())
+
+    return forward
