@@ -304,12 +304,12 @@ def _skinny_linear_kernel(
         mask = (n < N)[:, None] & (t < T)[None, :]
         tl.store(y_ptr + (split * T + t)[None, :] * N + n[:, None], acc, mask=mask)
     elif SPLIT_K == 1:
-        squares = _store_linear(
+        own_squares = _store_linear(
             acc, acc_up, scale, bias_ptr, residual_ptr, norm_ptr, y_ptr, total_ptr, n, t, T, residual_stride, N, GATED, HAS_BIAS,
             HAS_RESIDUAL, X_TILES > 0, FOLD_NORM,
         )
         if FOLD_NORM:
-            tl.store(squares_ptr + tile_n * T + t, squares, mask=t < T)
+            tl.store(squares_ptr + tile_n * T + t, own_squares, mask=t < T)
     else:
         tile = tile_t * tl.num_programs(0) + tile_n
         offsets = tl.arange(0, BLOCK_N)[:, None] * BLOCK_T + tl.arange(0, BLOCK_T)[None, :]
@@ -328,12 +328,12 @@ def _skinny_linear_kernel(
                 total += tl.load(partial_ptr + i * (halves * BLOCK_N * BLOCK_T), cache_modifier=".cg")
                 if GATED:
                     total_up += tl.load(partial_ptr + (i * halves + 1) * (BLOCK_N * BLOCK_T), cache_modifier=".cg")
-            squares = _store_linear(
+            own_squares = _store_linear(
                 total, total_up, scale, bias_ptr, residual_ptr, norm_ptr, y_ptr, total_ptr, n, t, T, residual_stride, N, GATED,
                 HAS_BIAS, HAS_RESIDUAL, X_TILES > 0, FOLD_NORM,
             )
             if FOLD_NORM:
-                tl.store(squares_ptr + tile_n * T + t, squares, mask=t < T)
+                tl.store(squares_ptr + tile_n * T + t, own_squares, mask=t < T)
 
 
 @jit
