@@ -10,6 +10,7 @@ import flex_decode_attention
 import flex_kernels
 import flex_linear
 import flex_sampling
+import flex_weights
 
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
@@ -548,6 +549,17 @@ def test_folded_norm(T, N, K, split_k, dtype):
             assert_close(y, flex_linear.linear_reference(plain, following, bias))
             y = flex_linear.gate_up_silu_triton(left, following, options)
             assert_close(y, flex_linear.gate_up_silu_reference(plain, following))
+
+
+def test_every_product_takes_a_folded_norm():
+    """Also where no kernel of ours reads it: on a CPU, past the token limit, with a bias in front of the gate."""
+    x, weight, residual, norm_weight = randn(3, 64), randn(96, 64), randn(3, 96), randn(96)
+    normed, _ = flex_linear.linear_fold_norm_reference(x, weight, residual, norm_weight, 1e-6)
+    plain, _ = flex_linear.linear_add_norm_reference(x, weight, residual, norm_weight, 1e-6)
+    for bias in (None, randn(80)):
+        product = flex_weights.Projection(randn(80, 96), bias)
+        for read in (product, product.silu_gated):
+            assert_close(read(normed), read(plain))
 
 
 @pytest.mark.parametrize("dtype", HALF_TYPES)

@@ -404,9 +404,13 @@ def linear_variants(kind: str, batch: int) -> list[flex_linear.LinearOptions]:
     # Stages: what fits beside each other in 227 KiB. A wide tile's rows are chosen so that its programs just fill 132 SMs.
     if kind == "gate_up":
         if batch <= 64:
-            return wide((64, 16, 1, 6)) + skinny((64, 64, 1, 4, 4), (64, 128, 1, 4, 3), (64, 64, 1, 4, 6), (128, 64, 1, 8, 4))
+            by_copy = wide((64, 16, 1, 7))[0]
+            more = [by_copy, replace(by_copy, block_k=128, num_stages=3), replace(by_copy, num_warps=8)]
+            rest = skinny((64, 64, 1, 4, 4), (64, 128, 1, 4, 3), (64, 64, 1, 4, 6), (128, 64, 1, 8, 4))
+            return wide((64, 16, 1, 6)) + more + rest
         if batch <= 128:
-            return wide((64, 16, 1, 5), (128, 0, 1, 3), (64, 0, 1, 3)) + skinny((128, 64, 1, 8, 4))
+            by_copy = replace(wide((64, 16, 1, 5))[0], num_warps=4)
+            return wide((64, 16, 1, 5), (128, 0, 1, 3), (64, 0, 1, 3)) + [by_copy] + skinny((128, 64, 1, 8, 4))
         return wide((64, 16, 1, 4), (64, 0, 1, 4), (32, 8, 1, 5))
     if kind == "qkv":
         if batch <= 64:
