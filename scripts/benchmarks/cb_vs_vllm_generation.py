@@ -109,7 +109,10 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     group = parser.add_argument_group("workloads, all in one process per backend")
     group.add_argument("--batch_sizes", metavar="N,N", type=integers, help="one prompt per sequence, --max_new_tokens each (default: --n_prompts)")
     group.add_argument("--groups", metavar="PxN[xT]", type=group_shape, help="GRPO: P prompts (of T tokens), N completions of each")
-    group.add_argument("--mixed", metavar="N", type=integer(1), help="N requests with log-normal lengths up to --max_new_tokens")
+    group.add_argument(
+        "--mixed", metavar="N[xMEDIANxLONGEST]", type=mixed_shape,
+        help="N requests with log-normal lengths (default: half of --max_new_tokens, at most --max_new_tokens)",
+    )  # fmt: skip
     group.add_argument("--prompt_tokens", metavar="T", type=integer(2), help="prompts of T random tokens instead of text")
 
     group = parser.add_argument_group("comparison")
@@ -138,6 +141,13 @@ def group_shape(text: str) -> tuple[int, int, int | None]:
     return int(match[1]), int(match[2]), int(match[3]) if match[3] else None
 
 
+def mixed_shape(text: str) -> tuple[int, int | None, int | None]:
+    match = re.fullmatch(r"([1-9]\d*)(?:x([1-9]\d*)x([1-9]\d*))?", text)
+    if match is None or match[2] and int(match[2]) > int(match[3]):
+        raise argparse.ArgumentTypeError(f"must be REQUESTS or REQUESTSxMEDIANxLONGEST, not {text}")
+    return int(match[1]), int(match[2]) if match[2] else None, int(match[3]) if match[3] else None
+
+
 # --------------------------------------------------------------------------------------------------------------- workloads
 
 
@@ -163,7 +173,8 @@ def make_workloads(
 
     sizes = args.batch_sizes or ([] if args.groups or args.mixed else [args.n_prompts])
     group_prompts, group_n, group_tokens = args.groups or (0, 0, None)
-    args.n_prompts = max([*sizes, group_prompts, args.mixed or 0])
+    mixed, median, longest = args.mixed or (0, None, None)
+    args.n_prompts = max([*sizes, group_prompts, mixed])
     text_prompts = template_prompts(args, load_prompts(args), config, tokenizer) if args.prompt_tokens is None else []
     invalid = next((prompt for prompt in text_prompts if prompt.error), None)
     if invalid:
@@ -176,9 +187,10 @@ def make_workloads(
         name = f"groups {group_prompts}x{group_n}"
         given = prompts(group_prompts, group_tokens or args.prompt_tokens)
         workloads.append(Workload(name, given, [args.max_new_tokens] * group_prompts, group_n))
-    if args.mixed:
-        lengths = lognormal_lengths(args.mixed, args.max_new_tokens, args.seed)
-        workloads.append(Workload(f"mixed {args.mixed}", prompts(args.mixed, args.prompt_tokens), lengths))
+    if mixed:
+        longest = longest or args.max_new_tokens
+        lengths = lognormal_lengths(mixed, median or longest / 2, longest, args.seed)
+        workloads.append(Workload(f"mixed {mixed}", prompts(mixed, args.prompt_tokens), lengths))
     return workloads
 
 
@@ -187,9 +199,9 @@ def random_prompts(count: int, tokens: int, vocab_size: int, seed: int) -> list[
     return [Prompt("random", token_ids=row) for row in ids.tolist()]
 
 
-def lognormal_lengths(count: int, longest: int, seed: int) -> list[int]:
+def lognormal_lengths(count: int, median: float, longest: int, seed: int) -> list[int]:
     """The tail of real rollouts: most completions are short, a few run into the limit."""
-    drawn = np.random.default_rng(seed).lognormal(np.log(longest / 2), MIXED_SIGMA, count)
+    drawn = np.random.default_rng(seed).lognormal(np.log(median), MIXED_SIGMA, count)
     return drawn.round().astype(int).clip(min(MIXED_SHORTEST, longest), longest).tolist()
 
 
