@@ -615,3 +615,34 @@ def test_kernels_compile_for_hopper_at_the_real_head_sizes():
         [sys.executable, "-c", COMPILE], cwd=SCRIPTS, env=environment, capture_output=True, text=True, timeout=300
     )
     assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("walker", [Gemma4Walker, HFWalker])
+@pytest.mark.parametrize("backend", ["triton", "flex"])
+def test_captured_at_the_real_head_sizes(backend, walker, prompts):
+    """One graph per bucket covers both regimes; float32 with IEEE products."""
+    torch.set_float32_matmul_precision("highest")
+    model = gemma4(seed=1, head_dim=256, global_head_dim=512).cuda()
+    expected = greedy_of(unshared(model), prompts)
+    engine = make_engine(walker(model), attention_backend=backend, steps_per_look=7)
+    assert tokens_of(engine, prompts) == expected
+    assert tokens_of(engine, prompts[5:], dataclasses.replace(GREEDY, n=3)) == [row for row in expected[5:] for _ in range(3)]
+    tight = make_engine(walker(unshared(model)), num_pages=14, attention_backend=backend)
+    assert tokens_of(tight, prompts) == expected and tight.stats().preemptions > 0
+    assert not engine.stats().fallbacks
+
+
+@pytest.mark.gpu
+def test_bfloat16_on_the_gpu(prompts):
+    """The fused kernels, which float32 does not take: split sums, GELU-gated products, norms on both sides."""
+    sizes = dict(hidden_size=512, intermediate_size=1024, hidden_size_per_layer_input=256, head_dim=256, global_head_dim=512)
+    model = gemma4(seed=1, initializer_range=0.05, **sizes).cuda()
+    for parameter in (*model.parameters(), *(layer.layer_scalar for layer in model.model.layers)):
+        parameter.data = parameter.data.bfloat16()
+    exact = last_logits(unshared(model).float(), prompts)
+    plain = LogitError.between(last_logits(unshared(model), prompts), exact)
+    engine = make_engine(Gemma4Walker(model))
+    own = LogitError.between(engine_last_logits(engine, prompts), exact)
+    assert own.mean_abs < 1.25 * plain.mean_abs and own.max_abs < 2 * plain.max_abs
+    assert tokens_of(engine, prompts) == tokens_of(engine, prompts), "the same input gives the same tokens"
