@@ -71,6 +71,7 @@ GENERATED_TASKS = ("gsm_symbolic", "chain_sum")
 TASKS = ("sums", "word_problems", *GENERATED_TASKS, "dapo_math")
 DAPO_MATH = ("open-r1/DAPO-Math-17k-Processed", "en")
 MAX_GRAD_NORM = 1.0
+SUM_TOKENS = 4  # a blank, two digits, and the end
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune-no-cudagraphs")
 
 
@@ -92,13 +93,14 @@ def build_grpo_parser(description: str | None, default_model: str = "unsloth/Qwe
         "--prompts_file", metavar="FILE", help='problems of your own instead, one per line: {"prompt": ..., "answer": 42}'
     )
     group.add_argument(
-        "--chat_template", choices=("auto", "grpo", "native"), default="auto",
-        help="grpo: reasoning and solution tags for base models; native: the tokenizer's; auto: grpo for Qwen3 base models, else native",
+        "--chat_template", choices=("auto", "grpo", "native", "plain"), default="auto",
+        help="grpo: reasoning and solution tags for base models; native: the tokenizer's; plain: none; auto: plain for sums, grpo for "
+        "Qwen3 base models, else native",
     )  # fmt: skip
     group.add_argument("--max_prompt_length", metavar="N", type=integer(1), help="tokens; longer prompts are left out (default: the longest)")
 
     group = parser.add_argument_group("sampling")
-    group.add_argument("--max_completion_length", metavar="N", type=integer(1), default=512 if on_gpu else 16, help="tokens")
+    group.add_argument("--max_completion_length", metavar="N", type=integer(1), help=f"tokens (default: 512; sums {SUM_TOKENS})")
     group.add_argument("--temperature", metavar="X", type=number(0, math.inf, open_low=True), default=1.0, help="above 0")
     group.add_argument("--top_k", metavar="X", type=top_k, default=0, help="0, -1 and None are off")
     group.add_argument("--top_p", metavar="X", type=number(0, 1, open_low=True), default=1.0, help="1 is off")
@@ -107,12 +109,12 @@ def build_grpo_parser(description: str | None, default_model: str = "unsloth/Qwe
     group = parser.add_argument_group("training")
     group.add_argument("--max_steps", metavar="N", type=integer(1), default=20, help="optimizer steps")
     group.add_argument("--n_prompts", metavar="N", type=integer(1), default=8 if on_gpu else 4, help="of each step")
-    group.add_argument("--num_generations", metavar="N", type=integer(2), default=8 if on_gpu else 4, help="completions of a prompt")
+    group.add_argument("--num_generations", metavar="N", type=integer(2), default=8, help="completions of a prompt")
     group.add_argument(
         "--per_device_train_batch_size", metavar="N", type=integer(1),
         help="completions in one forward and backward; gradients are accumulated over the step (default: at most 8)",
     )  # fmt: skip
-    group.add_argument("--learning_rate", metavar="X", type=number(0, math.inf, open_low=True), default=1e-5, help="constant")
+    group.add_argument("--learning_rate", metavar="X", type=number(0, math.inf, open_low=True), default=1e-5 if on_gpu else 2e-4, help="constant")
     group.add_argument("--beta", metavar="X", type=number(0, math.inf), default=0.001, help="of the KL term; 0 drops the reference forward")
     group.add_argument("--lora_rank", metavar="R", type=integer(0), default=32, help="on all seven projections; 0 trains every weight")
     group.add_argument("--load_in_4bit", action="store_true", help="bitsandbytes NF4 base weights, with LoRA")
@@ -157,10 +159,10 @@ def right_answer(completions: list, answer: list, **_) -> list[float]:
     return [float(parse_answer(text_of(completion)) == right) for completion, right in zip(completions, answer)]
 
 
-def answers_in_digits(completions: list, **_) -> list[float]:
-    """Half the share of the text that is digits: something to climb for a model that talks, or has learned nothing yet."""
-    texts = [re.sub(r"\s", "", text_of(completion)) for completion in completions]
-    return [0.5 * sum(c.isascii() and c.isdigit() for c in text) / max(1, len(text)) for text in texts]
+def right_first_line(completions: list, answer: list, **_) -> list[float]:
+    """1 where the first line is the right number and nothing else."""
+    lines = [(text_of(completion).strip().splitlines() or [""])[0].strip() for completion in completions]
+    return [float(line == str(right)) for line, right in zip(lines, answer)]
 
 
 def follows_format(completions: list, **_) -> list[float]:
@@ -170,9 +172,10 @@ def follows_format(completions: list, **_) -> list[float]:
 
 
 def short_sums(count: int, seed: int) -> Task:
+    """Sums of two digits after one example: half right, before any training, for a model as small as the embedded one."""
     drawn = random.Random(seed)
     pairs = [(drawn.randint(1, 9), drawn.randint(1, 9)) for _ in range(count)]
-    return Task([f"What is {a} + {b}?" for a, b in pairs], [a + b for a, b in pairs], [right_answer, answers_in_digits])
+    return Task([f"2 + 3 = 5\n{a} + {b} =" for a, b in pairs], [a + b for a, b in pairs], [right_first_line])
 
 
 def word_problems(count: int, seed: int) -> Task:
@@ -220,11 +223,14 @@ def task_from_file(path: str, count: int) -> Task:
 
 
 def make_task(args: argparse.Namespace) -> Task:
-    """As many problems as the run will ask. Ends the script if they can't be had."""
+    """As many problems as the run will ask; settles what the flags left to the task. Ends the script if they can't be had."""
     count = args.n_prompts * args.max_steps
+    args.task = None if args.prompts_file else args.task or ("sums" if args.model_name == EMBEDDED else "word_problems")
+    args.max_completion_length = args.max_completion_length or (SUM_TOKENS if args.task == "sums" else 512)
+    if args.task == "sums" and args.chat_template == "auto":
+        args.chat_template = "plain"
     if args.prompts_file:
         return task_from_file(args.prompts_file, count)
-    args.task = args.task or ("sums" if args.model_name == EMBEDDED else "word_problems")
     if args.task in GENERATED_TASKS:
         return reasoning_gym_task(args.task, count, args.seed)
     return {"sums": short_sums, "word_problems": word_problems, "dapo_math": dapo_math}[args.task](count, args.seed)
@@ -392,7 +398,8 @@ def make_trainer(args: argparse.Namespace, stats_callback: StepTimer, needs_file
     model, tokenizer = load_model(args)
     if needs_files or (args.lora_rank == 0 and args.beta > 0):
         local_checkpoint(args, model, tokenizer)
-    dataset = make_dataset(task := make_task(args), args, model, tokenizer)
+    task = make_task(args)
+    dataset = make_dataset(task, args, model, tokenizer)
     completions = args.n_prompts * args.num_generations
     micro = args.per_device_train_batch_size or next(size for size in (8, 7, 6, 5, 4, 3, 2, 1) if completions % size == 0)
     if completions % micro:
@@ -421,6 +428,7 @@ def make_trainer(args: argparse.Namespace, stats_callback: StepTimer, needs_file
         save_strategy="no",
         report_to="none",
         disable_tqdm=True,
+        use_cpu=not torch.cuda.is_available(),
         dataloader_pin_memory=torch.cuda.is_available(),
         **config,
     )
@@ -433,7 +441,6 @@ def make_trainer(args: argparse.Namespace, stats_callback: StepTimer, needs_file
     except (ValueError, ImportError, OSError) as error:
         fail(str(error).strip().splitlines()[0])
     trainer.remove_callback(PrinterCallback)  # the timer's own line says what matters
-    stats_callback.watch(trainer)
     return trainer
 
 
@@ -463,16 +470,18 @@ def run_grpo(
     check_writable(args.stats_path)
     card = find_card()
     stats = GRPOStats(
-        backend, "", device_name(default_device()), library_versions(), {}, args.max_steps, args.num_generations, 0,
-        args.max_completion_length,
-    )  # fmt: skip
+        backend, "", device_name(default_device()), library_versions(), {}, args.max_steps, args.num_generations, 0, 0
+    )
     timer = StepTimer(stats, card)
     trainer = make_trainer(args, timer, needs_files, **config)
     try:
         extras = attach(trainer)
     except ValueError as error:
         fail(str(error).strip().splitlines()[0])
-    stats.model_name, stats.max_prompt_length = args.model_name, args.max_prompt_length
+    timer.watch(trainer)
+    stats.model_name, stats.max_prompt_length, stats.max_completion_length = (
+        args.model_name, args.max_prompt_length, args.max_completion_length
+    )  # fmt: skip
     stats.config = {key: value for key, value in vars(args).items() if key not in ("default_model", "cpu_model", "fallbacks")}
     if torch.cuda.is_available():
         reset_peak_memory()
@@ -506,7 +515,7 @@ def add_peaks(stats: GRPOStats) -> None:
 
 
 def print_summary(stats: GRPOStats) -> None:
-    if not stats.step_wall_s:
+    if not stats.rewards:
         return
     settled = slice(3 if len(stats.step_wall_s) > 3 else 0, None)
     step, rollout = (statistics.median(values[settled]) for values in (stats.step_wall_s, stats.rollout_wall_s))
