@@ -10,7 +10,7 @@ import flex_decode_attention
 import flex_kernels
 import flex_linear
 import flex_sampling
-import flex_weights
+import flex_triton
 
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
@@ -525,44 +525,6 @@ def test_linear_add_norm(T, N, K, split_k):
 
 
 @pytest.mark.parametrize("dtype", HALF_TYPES)
-@pytest.mark.parametrize("T, N, K, split_k", [(1, 64, 64, 1), (5, 100, 200, 4), (17, 130, 96, 2)])
-def test_folded_norm(T, N, K, split_k, dtype):
-    """A projection that leaves the norm's division to the next one, and every way to read what it left."""
-    x, weight = randn(T, K, dtype=dtype), randn(N, K, dtype=dtype, scale=K**-0.5)
-    residual, norm_weight = randn(T, N, dtype=dtype, scale=5.0), randn(N, dtype=dtype)
-    args = (x, weight, residual, norm_weight, 1e-6)
-    for _ in range(2):  # the second launch finds the counters at zero again
-        normed, total = flex_linear.linear_fold_norm_triton(*args, small_options(split_k))
-    normed_reference, total_reference = flex_linear.linear_fold_norm_reference(*args)
-    assert_close(total, total_reference)
-    assert_close(normed.weighted_TC, normed_reference.weighted_TC)
-    torch.testing.assert_close(normed.squares_ST.sum(0), normed_reference.squares_ST.sum(0), rtol=1e-2, atol=0)
-    plain, _ = flex_linear.linear_add_norm_reference(*args)
-    for left in (normed, normed_reference):
-        scaled = flex_linear._scale_rows_triton(left.weighted_TC, left.squares_ST, left.eps)
-        assert_close(scaled, plain)
-        assert_close(flex_linear.plain(left), plain)
-        for consumer_split in (1, 2):
-            options = small_options(consumer_split)
-            following, bias = randn(2 * 70, N, dtype=dtype, scale=N**-0.5), randn(2 * 70, dtype=dtype)
-            y = flex_linear.linear_triton(left, following, bias, options=options)
-            assert_close(y, flex_linear.linear_reference(plain, following, bias))
-            y = flex_linear.gate_up_silu_triton(left, following, options)
-            assert_close(y, flex_linear.gate_up_silu_reference(plain, following))
-
-
-def test_every_product_takes_a_folded_norm():
-    """Also where no kernel of ours reads it: on a CPU, past the token limit, with a bias in front of the gate."""
-    x, weight, residual, norm_weight = randn(3, 64), randn(96, 64), randn(3, 96), randn(96)
-    normed, _ = flex_linear.linear_fold_norm_reference(x, weight, residual, norm_weight, 1e-6)
-    plain, _ = flex_linear.linear_add_norm_reference(x, weight, residual, norm_weight, 1e-6)
-    for bias in (None, randn(80)):
-        product = flex_weights.Projection(randn(80, 96, scale=0.1), bias)
-        for read in (product, product.silu_gated):
-            assert_close(read(normed), read(plain))
-
-
-@pytest.mark.parametrize("dtype", HALF_TYPES)
 @pytest.mark.parametrize("tma", [False, True])
 @pytest.mark.parametrize("T, N, K, split_k, tail_n", [(1, 48, 64, 1, 0), (70, 136, 192, 3, 16), (5, 40, 96, 1, 16)])
 def test_wide_linear(T, N, K, split_k, tail_n, tma, dtype):
@@ -574,13 +536,38 @@ def test_wide_linear(T, N, K, split_k, tail_n, tma, dtype):
         assert_close(y, flex_linear.linear_reference(x, one, bias, residual))
     assert_close(flex_linear.gate_up_silu_triton(x, weight, options), flex_linear.gate_up_silu_reference(x, weight))
     assert_close(flex_linear.linear_splits_triton(x, one, options).sum(0), flex_linear.linear_reference(x, one).float(), dtype)
-    normed, total = flex_linear.linear_fold_norm_triton(x, one, residual, norm_weight, 1e-6, options)
-    plain, total_reference = flex_linear.linear_add_norm_reference(x, one, residual, norm_weight, 1e-6)
-    assert_close(total, total_reference)
-    assert_close(flex_linear.plain(normed), plain)
-    left, _ = flex_linear.linear_fold_norm_reference(x, randn(K, K, dtype=dtype), x, randn(K, dtype=dtype), 1e-6)
-    y = flex_linear.gate_up_silu_triton(left, weight, options)
-    assert_close(y, flex_linear.gate_up_silu_reference(flex_linear.plain(left), weight))
+    gelu = flex_kernels.gelu_mul_reference(*torch.nn.functional.linear(x, weight).chunk(2, dim=-1))
+    assert_close(flex_linear.gate_up_gelu_triton(x, weight, options), gelu)
+    outputs = flex_linear.linear_add_norm_triton(x, one, residual, norm_weight, 1e-6, options)
+    for actual, wanted in zip(outputs, flex_linear.linear_add_norm_reference(x, one, residual, norm_weight, 1e-6)):
+        assert_close(actual, wanted)
+
+
+@pytest.mark.parametrize("capability", [80, 90, 120])
+def test_linear_options_fit_the_gpu(capability, monkeypatch):
+    """What the shapes of Qwen3-4B, Llama-3.2-3B and Gemma-4 E2B are given, and where wide tiles have no room."""
+    monkeypatch.setattr(flex_linear, "cuda_capability", lambda: capability)
+    limit = {80: 163, 90: 227, 120: 99}[capability] * 1024
+    shapes = [(19456, 2560), (19520, 2560), (2560, 9728), (16384, 3072), (3072, 8192), (12288, 1536), (24576, 1536), (12288, 1000)]
+    for N, K in shapes:
+        gated = N > K and N != 19520
+        for T in (1, 8, 33, 64, 65, 128, 129, 256):
+            options = flex_linear.linear_options(T, N, K, gated)
+            assert options is None or T <= 128
+            if options is not None:
+                halves, block_t = 2 if gated else 1, max(flex_linear.next_power_of_2(T), 64 if options.wide else 16)
+                rows = halves * (options.block_n + options.tail_n) + block_t
+                assert rows * options.block_k * 2 * options.num_stages <= limit
+                assert not options.wide or (K % options.block_k == 0 and capability == 90)
+    wide = flex_linear.linear_options(128, 16384, 3072, gated=True)
+    assert (wide is not None and wide.wide) == (capability == 90)
+
+
+def test_dependent_launch_is_for_middling_batches(monkeypatch):
+    assert not flex_triton.pdl_options(128)["launch_pdl"] or DEVICE == "cuda"  # nothing to launch in the interpreter
+    for capability, expected in ((80, []), (90, [65, 128, 256])):
+        monkeypatch.setattr(flex_triton, "cuda_capability", lambda: capability)
+        assert [T for T in (1, 64, 65, 128, 256, 257) if flex_triton.pdl_options(T)["launch_pdl"]] == expected
 
 
 @pytest.mark.parametrize("T, I, K, split_k", [(3, 100, 200, 1), (17, 70, 256, 3)])

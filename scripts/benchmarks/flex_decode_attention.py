@@ -242,7 +242,7 @@ def decode_attention_plan_triton(
         pages_B = torch.empty(B, dtype=torch.int32, device=device)
         _shared_pages_kernel[(B,)](
             lengths_B, shared.page_table_BP, pages_B, shared.page_table_BP.stride(0), PAGE_SIZE=page_size,
-            WINDOW=window or 0, BLOCK_P=64, num_warps=1, **pdl_options(),
+            WINDOW=window or 0, BLOCK_P=64, num_warps=1, **pdl_options(B),
         )
     chunks_S5 = torch.empty((capacity, 5), dtype=torch.int32, device=device)
     partials_B2 = torch.empty((B, 2), dtype=torch.int32, device=device)
@@ -252,7 +252,7 @@ def decode_attention_plan_triton(
         cdiv(MIN_SHARED_KEYS, page_size), HKV=num_kv_heads, WINDOW=window or 0, PAGE_SIZE=page_size, MAX_ROWS=max_rows,
         BLOCK_N=options.block_n, BLOCK_B=next_power_of_2(B), BLOCK_CHUNKS=next_power_of_2(target_chunks + 1),
         BLOCK_REST=next_power_of_2(cdiv(capacity, B)), BLOCK_HKV=next_power_of_2(num_kv_heads), num_warps=4,
-        **pdl_options(),
+        **pdl_options(B),
     )
     return DecodePlan(chunks_S5, partials_B2, arrivals_BH, num_partials, max_rows, window, options)
 
@@ -487,6 +487,6 @@ def paged_decode_attention_triton(
         PAGE_SIZE=page_size, WINDOW=window or 0, SOFTCAP=softcap is not None, MAX_ROWS=plan.max_rows,
         GROUP_M=next_power_of_2(group), BLOCK_M=options.shared_queries,
         BLOCK_G=max(next_power_of_2(group), 16), BLOCK_D=next_power_of_2(D), BLOCK_N=options.block_n,
-        NUM_STAGES=options.num_stages, num_warps=options.num_warps, **pdl_options(),
+        NUM_STAGES=options.num_stages, num_warps=options.num_warps, **pdl_options(B),
     )
     return out_BHD

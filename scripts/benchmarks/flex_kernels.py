@@ -67,7 +67,7 @@ def rms_norm_triton(x_TC: Tensor, weight_C: Tensor, eps: float, residual_TC: Ten
         _rms_norm_kernel[(T,)](
             x_TC, residual, weight_C, y_TC, total_TC, eps, x_TC.stride(0), residual.stride(0),
             C=C, HAS_RESIDUAL=residual_TC is not None, BLOCK=block, num_warps=min(max(block // 512, 1), 16),
-            **pdl_options(),
+            **pdl_options(T),
         )
     return y_TC, total_TC
 
@@ -145,7 +145,7 @@ def norm_add_norm_triton(x_TC, norm_C, eps, residual_TC, next_norm_C=None, scale
             total_TC if y_TC is None else y_TC, total_TC, eps, 1.0 if on_device else scale,
             x_TC.stride(0) if x_TC.ndim == 3 else 0, x_TC.stride(-2), residual_TC.stride(0), C=C,
             SPLITS=len(x_TC) if x_TC.ndim == 3 else 1, HAS_NEXT=y_TC is not None, SCALE_ON_DEVICE=on_device, BLOCK=block,
-            num_warps=min(max(block // 512, 1), 16), **pdl_options(),
+            num_warps=min(max(block // 512, 1), 16), **pdl_options(T),
         )
     return y_TC, total_TC
 
@@ -184,7 +184,7 @@ def silu_mul_triton(gate_up_TI2: Tensor) -> Tensor:
     if T:
         grid = (T, cdiv(width // 2, 1024))
         _silu_mul_kernel[grid](
-            gate_up_TI2, y_TI, gate_up_TI2.stride(0), I=width // 2, BLOCK=1024, num_warps=4, **pdl_options()
+            gate_up_TI2, y_TI, gate_up_TI2.stride(0), I=width // 2, BLOCK=1024, num_warps=4, **pdl_options(T)
         )
     return y_TI
 
@@ -230,7 +230,7 @@ def gelu_mul_triton(gate_TI: Tensor, up_TI: Tensor) -> Tensor:
     if T:
         block = min(next_power_of_2(I), 1024)
         _gelu_mul_kernel[T, cdiv(I, block)](
-            gate_TI, up_TI, y_TI, gate_TI.stride(0), up_TI.stride(0), I=I, BLOCK=block, num_warps=4, **pdl_options()
+            gate_TI, up_TI, y_TI, gate_TI.stride(0), up_TI.stride(0), I=I, BLOCK=block, num_warps=4, **pdl_options(T)
         )
     return y_TI
 
@@ -259,7 +259,7 @@ def soft_cap_triton(logits_BV: Tensor, cap: float) -> Tensor:
     y_BV = torch.empty_like(logits_BV)
     if logits_BV.numel():
         grid = (cdiv(logits_BV.numel(), 4096),)
-        _soft_cap_kernel[grid](logits_BV, y_BV, cap, logits_BV.numel(), BLOCK=4096, num_warps=8, **pdl_options())
+        _soft_cap_kernel[grid](logits_BV, y_BV, cap, logits_BV.numel(), BLOCK=4096, num_warps=8, **pdl_options(len(logits_BV)))
     return y_BV
 
 
@@ -445,7 +445,7 @@ def qk_norm_rope_store_triton(
             cos_PR.stride(0), sin_PR.stride(0), *k_pool_HND.stride()[:2], *v_pool_HND.stride()[:2],
             H=num_heads, HKV=num_kv_heads, D=D, R=R, HAS_Q_NORM=q_norm_D is not None, HAS_K_NORM=k_norm_D is not None,
             NORM_V=norm_v, V_HEAD=E // D - num_kv_heads, PACKED_KV=packed_kv, BLOCK_H=block_h, BLOCK_R=next_power_of_2(R // 2),
-            BLOCK_REST=next_power_of_2(max(D - R, 1)), BLOCK_D=next_power_of_2(D), num_warps=4, **pdl_options(),
+            BLOCK_REST=next_power_of_2(max(D - R, 1)), BLOCK_D=next_power_of_2(D), num_warps=4, **pdl_options(T),
         )
     return (q_THD, k_THD, v_THD) if packed_kv else q_THD
 
@@ -533,7 +533,7 @@ def gather_rows_triton(row_slot_B, ints, floats, page_table, page_size) -> Decod
     out_table = torch.empty((B, P), dtype=torch.int32, device=device)
     _gather_rows_kernel[(B,)](
         row_slot_B, ints, floats, page_table, longs, words, out_floats, out_table, B, P, page_table.stride(0),
-        COLUMNS=ints.shape[1], PAGE_SIZE=page_size, BLOCK_P=min(next_power_of_2(P), 1024), num_warps=1, **pdl_options(),
+        COLUMNS=ints.shape[1], PAGE_SIZE=page_size, BLOCK_P=min(next_power_of_2(P), 1024), num_warps=1, **pdl_options(B),
     )
     tokens_B, positions_B, token_slots_B, seeds_B = longs
     lengths_B, top_k_B = words
@@ -605,5 +605,5 @@ def advance_rows_triton(row_slot_B, ints, step, ring_tokens, ring_logprobs, toke
     block = next_power_of_2(B)
     _advance_rows_kernel[(1,)](
         row_slot_B, ints, step, ring_tokens, ring_logprobs, tokens_B, logprobs_B, full_logprobs_B, B,
-        ring_tokens.shape[1], COLUMNS=ints.shape[1], BLOCK_B=block, num_warps=min(max(block // 32, 1), 8), **pdl_options(),
+        ring_tokens.shape[1], COLUMNS=ints.shape[1], BLOCK_B=block, num_warps=min(max(block // 32, 1), 8), **pdl_options(B),
     )

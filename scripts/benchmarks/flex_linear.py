@@ -10,7 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flex_kernels import gelu_mul, gelu_tanh, norm_add_norm, rms_norm, rms_norm_reference, silu_mul, silu_mul_reference
-from flex_triton import TensorDescriptor, cdiv, jit, next_power_of_2, pdl_options, tl, use_triton, wait_for_inputs
+from flex_triton import (
+    TensorDescriptor, cdiv, cuda_capability, jit, next_power_of_2, pdl_options, tl, use_triton, wait_for_inputs,
+)  # fmt: skip
 
 NOT_GATED, SILU_GATED, GELU_GATED = range(3)  # what a product [gate | up] becomes: nothing, silu(gate) * up, gelu(gate) * up
 
@@ -24,87 +26,97 @@ class LinearOptions:
     split_k: int = 1  # programs that share the sum over K of one tile
     num_warps: int = 4
     num_stages: int = 4  # weight tiles in flight per program
-    prefetch_steps: int = 8  # weight tiles asked for while the kernel before still runs, under PDL
     # The wide kernel: tokens along the tensor core's 64-row side, so that a program may have block_n + tail_n rows. A program
     # per SM with equal work is what counts: two on some SMs take twice as long, for an SM's own share of L2 is the limit.
     wide: bool = False
     tail_n: int = 0
     tma: bool = False  # tiles by the bulk copy engine
-    # Before a norm: leave its division to the next product, and let the last program to finish a tile add its splits up. Without
-    # it the norm's own kernel adds them up, on all SMs.
-    fold: bool = True
 
 
 # (N, K, most tokens) -> options found on an H200 (kernel_bench.py), or None where cuBLAS is faster. What is not listed takes the
 # rule below. Qwen3-4B's projections; gate_up's N counts both halves.
-_GATE_UP, _O, _DOWN = LinearOptions(64, 64, 1, 4, 4), LinearOptions(64, 64, 3, 4, 6), LinearOptions(64, 64, 3, 4, 6)
+_O = _DOWN = LinearOptions(64, 64, 3, 4, 6)
+_DOWN_128 = LinearOptions(64, 64, 4, 8, 6, wide=True, tail_n=16, tma=True)
 TUNED_LINEAR: dict[tuple[int, int, int], LinearOptions | None] = {
     (6144, 2560, 8): LinearOptions(64, 128, 2, 4, 4),
     (6144, 2560, 256): None,
     (2560, 4096, 64): _O,
     (2560, 4096, 256): None,
     (19456, 2560, 8): LinearOptions(64, 128, 1, 4, 3),
-    (19456, 2560, 64): _GATE_UP,
+    (19456, 2560, 32): LinearOptions(64, 64, 1, 4, 4),
+    (19456, 2560, 64): LinearOptions(64, 64, 1, 4, 6, wide=True, tail_n=16, tma=True),
+    (19456, 2560, 128): LinearOptions(64, 64, 1, 8, 5, wide=True, tail_n=16),
     (19456, 2560, 256): None,
     (2560, 9728, 32): LinearOptions(64, 128, 4, 4, 4),
     (2560, 9728, 64): _DOWN,
+    (2560, 9728, 128): _DOWN_128,
     (2560, 9728, 256): None,
-    # The same with the A of a rank-32 adapter beneath each part (flex_lora.py).
+    # The same with the A of a rank-32 adapter beneath each part (flex_lora.py). There gate and up are one part.
     (6240, 2560, 8): LinearOptions(64, 128, 2, 4, 4),
     (6240, 2560, 256): None,
     (2592, 4096, 64): _O,
     (2592, 4096, 256): None,
-    (19520, 2560, 64): LinearOptions(128, 64, 1, 4, 4),
+    (19520, 2560, 32): LinearOptions(128, 64, 1, 4, 4),
+    (19520, 2560, 64): LinearOptions(128, 64, 1, 4, 6, wide=True, tail_n=32, tma=True),
+    (19520, 2560, 128): LinearOptions(128, 64, 1, 8, 5, wide=True, tail_n=32),
     (19520, 2560, 256): None,
     (2592, 9728, 32): LinearOptions(64, 128, 4, 4, 4),
     (2592, 9728, 64): _DOWN,
+    (2592, 9728, 128): _DOWN_128,
     (2592, 9728, 256): None,
 }
 
 MAX_SKINNY_TOKENS = 256
-
-
-@dataclass(frozen=True)
-class Normed:
-    """An RMS norm whose division is left to its consumer: y = weighted * rsqrt(squares.sum(0) / C + eps), row by row.
-
-    A row's mean square is known only when all of the row is, so a product that norms its own output would have to wait for
-    its other programs. The product that reads it scales its sums instead: (s x) Wᵀ = s (x Wᵀ).
-    """
-
-    weighted_TC: Tensor  # total * norm weight, rounded once
-    squares_ST: Tensor  # fp32 sums of squares of total, one for each tile of the row
-    eps: float
-
-    def __len__(self) -> int:
-        return len(self.weighted_TC)
-
-    def plain(self) -> Tensor:
-        """The normed rows themselves."""
-        run = _scale_rows_triton if use_triton(self.weighted_TC) else _scale_rows_reference
-        return run(self.weighted_TC, self.squares_ST, self.eps)
-
-
-def plain(x: Tensor | Normed) -> Tensor:
-    return x.plain() if isinstance(x, Normed) else x
+HOPPER_SMS = 132
 
 
 def linear_options(T: int, N: int, K: int, gated: bool = False) -> LinearOptions | None:
     """Options for T tokens against a weight of N rows; None means that F.linear (cuBLAS) is used."""
     fitting = [tokens for n, k, tokens in TUNED_LINEAR if (n, k) == (N, K) and tokens >= T]
     if fitting:
-        return TUNED_LINEAR[N, K, min(fitting)]
-    if T > 64 or N > 65536 or K < 256:
+        options = TUNED_LINEAR[N, K, min(fitting)]
+        if options is None or _fits(options, T, gated):
+            return options
+    if T > 128 or N > 65536 or K < 256:
+        return None
+    if T > 32 and N >= 12288 and K % 64 == 0 and _fits(options := _wide_options(T, N, gated), T, gated):
+        return options
+    if T > 64:
         return None
     block_n = 64 if gated else 128
     tiles = cdiv(N // 2 if gated else N, block_n)
-    # All programs should run at once on Hopper's 132 SMs, and each deserves a few steps of its pipeline.
+    # All programs should run at once on Hopper's SMs, and each deserves a few steps of its pipeline.
     split_k = max(1, min(round(160 / tiles), K // 64 // 4, 16))
-    return LinearOptions(block_n=block_n, split_k=split_k, num_warps=8 if T > 64 and not gated else 4)
+    return LinearOptions(block_n=block_n, split_k=split_k)
+
+
+def _fits(options: LinearOptions, T: int, gated: bool) -> bool:
+    """Whether the GPU has the shared memory for the tiles in flight. Wide ones are Hopper's and data center Blackwell's."""
+    capability = cuda_capability()
+    is_large = capability // 10 in (9, 10)
+    kib = 227 if is_large else 163 if capability == 80 else 99
+    rows = (options.block_n + options.tail_n) * (2 if gated else 1) + _block_t(options, T, gated)
+    return rows * options.block_k * 2 * options.num_stages <= kib * 1024 and (is_large or not options.wide)
+
+
+def _block_t(options: LinearOptions, T: int, gated: bool) -> int:
+    """Tokens per program: all of them, unless two sums for each would take too many registers."""
+    return min(max(next_power_of_2(T), 64 if options.wide else 16), 128 if gated and not options.wide else 256)
+
+
+def _wide_options(T: int, N: int, gated: bool) -> LinearOptions:
+    """The tile that leaves the busiest SM the fewest weight rows; of two such, the one with fewer programs."""
+    tiles = ((64, 0), (64, 32), (128, 0), (128, 32), (128, 64), (256, 0))  # weight rows: block and tail
+    block, tail = min(tiles, key=lambda tile: (cdiv(cdiv(N, sum(tile)), HOPPER_SMS) * sum(tile), -sum(tile)))
+    block_t, halves = 64 if T <= 64 else 128, 2 if gated else 1
+    stage_bytes = (block_t + block + tail) * 64 * 2
+    return LinearOptions(
+        block // halves, 64, 1, block_t // 16, min(190 * 1024 // stage_bytes, 8), wide=True, tail_n=tail // halves, tma=T <= 64
+    )
 
 
 def linear(
-    x_TK: Tensor | Normed, weight_NK: Tensor, bias_N: Tensor | None = None, residual_TN: Tensor | None = None,
+    x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None, residual_TN: Tensor | None = None,
     options: LinearOptions | None = None,
 ) -> Tensor:
     """`x @ weight.T (+ bias) (+ residual)` -> y_TN. Sums in fp32 and rounds once; the same input gives the same bits.
@@ -115,25 +127,25 @@ def linear(
     if options is None:
         options = options_for(x_TK, weight_NK)
     if options is None:
-        return linear_reference(plain(x_TK), weight_NK, bias_N, residual_TN)
+        return linear_reference(x_TK, weight_NK, bias_N, residual_TN)
     return linear_triton(x_TK, weight_NK, bias_N, residual_TN, options)
 
 
-def gate_up_silu(x_TK: Tensor | Normed, gate_up_I2K: Tensor, options: LinearOptions | None = None) -> Tensor:
+def gate_up_silu(x_TK: Tensor, gate_up_I2K: Tensor, options: LinearOptions | None = None) -> Tensor:
     """silu(x @ gate.T) * (x @ up.T) -> [T, I], for the packed weight whose first I rows are the gate."""
     if options is None:
         options = options_for(x_TK, gate_up_I2K, gated=True)
     if options is None:
-        return silu_mul(F.linear(plain(x_TK), gate_up_I2K))
+        return silu_mul(F.linear(x_TK, gate_up_I2K))
     return gate_up_silu_triton(x_TK, gate_up_I2K, options)
 
 
-def gate_up_gelu(x_TK: Tensor | Normed, gate_up_I2K: Tensor, options: LinearOptions | None = None) -> Tensor:
+def gate_up_gelu(x_TK: Tensor, gate_up_I2K: Tensor, options: LinearOptions | None = None) -> Tensor:
     """The same with gelu in its tanh approximation."""
     if options is None:
         options = options_for(x_TK, gate_up_I2K, gated=True)
     if options is None:
-        return gelu_mul(*F.linear(plain(x_TK), gate_up_I2K).chunk(2, dim=-1))
+        return gelu_mul(*F.linear(x_TK, gate_up_I2K).chunk(2, dim=-1))
     return gate_up_gelu_triton(x_TK, gate_up_I2K, options)
 
 
@@ -150,22 +162,16 @@ def linear_norm_add_norm(
 def linear_add_norm(
     x_TK: Tensor, weight_NK: Tensor, residual_TN: Tensor, norm_weight_N: Tensor, eps: float,
     options: LinearOptions | None = None,
-) -> tuple[Tensor | Normed, Tensor]:
-    """A projection to the hidden size and the norm behind it -> (normed, total_TN), total = x @ weight.T + residual.
-
-    With `options.fold` the norm costs no kernel of its own and comes as `Normed`. Not in fp16, whose range total * norm weight
-    may exceed.
-    """
+) -> tuple[Tensor, Tensor]:
+    """A projection to the hidden size and the norm behind it -> (normed_TN, total_TN), total = x @ weight.T + residual."""
     if options is None:
         options = options_for(x_TK, weight_NK)
     if options is None:
         return rms_norm(F.linear(x_TK, weight_NK), norm_weight_N, eps, residual_TN)
-    run = linear_fold_norm_triton if options.fold and x_TK.dtype == torch.bfloat16 else linear_add_norm_triton
-    return run(x_TK, weight_NK, residual_TN, norm_weight_N, eps, options)
+    return linear_add_norm_triton(x_TK, weight_NK, residual_TN, norm_weight_N, eps, options)
 
 
-def options_for(x: Tensor | Normed, weight_NK: Tensor, gated: bool = False) -> LinearOptions | None:
-    x_TK = x.weighted_TC if isinstance(x, Normed) else x
+def options_for(x_TK: Tensor, weight_NK: Tensor, gated: bool = False) -> LinearOptions | None:
     if not use_triton(x_TK) or x_TK.dtype not in (torch.bfloat16, torch.float16) or len(x_TK) > MAX_SKINNY_TOKENS:
         return None
     return linear_options(len(x_TK), *weight_NK.shape, gated)
@@ -184,31 +190,13 @@ def linear_add_norm_reference(x_TK, weight_NK, residual_TN, norm_weight_N, eps):
     return rms_norm_reference(F.linear(x_TK, weight_NK), norm_weight_N, eps, residual_TN)
 
 
-def linear_fold_norm_reference(x_TK, weight_NK, residual_TN, norm_weight_N, eps) -> tuple[Normed, Tensor]:
-    total_TN = linear_reference(x_TK, weight_NK, None, residual_TN)
-    weighted_TN = (total_TN.float() * norm_weight_N.float()).to(total_TN.dtype)
-    return Normed(weighted_TN, total_TN.float().square().sum(-1)[None], eps), total_TN
-
-
-def _scale_rows_reference(weighted_TC, squares_ST, eps) -> Tensor:
-    scale_T = torch.rsqrt(squares_ST.sum(0) / weighted_TC.shape[1] + eps)
-    return (weighted_TC.float() * scale_T[:, None]).to(weighted_TC.dtype)
-
-
 @jit
 def _store_linear(
-    acc, acc_up, scale, bias_ptr, residual_ptr, norm_ptr, y_ptr, total_ptr, n, t, T, residual_stride,
-    N: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, SCALED: tl.constexpr,
-    FOLD_NORM: tl.constexpr,
+    acc, acc_up, bias_ptr, residual_ptr, y_ptr, n, t, T, residual_stride, N: tl.constexpr, GATED: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
 ):
-    """Store a tile [n, t] of sums; the sums of squares of its columns [t] if it is to be normed."""
+    """Store a tile [n, t] of sums."""
     mask = (n < N)[:, None] & (t < T)[None, :]
-    out_offsets = t[None, :] * N + n[:, None]
-    dtype = y_ptr.dtype.element_ty
-    if SCALED:
-        acc *= scale[None, :]
-        if GATED:
-            acc_up *= scale[None, :]
     if GATED == 1:
         acc = acc / (1.0 + tl.exp(-acc)) * acc_up
     elif GATED == 2:
@@ -217,64 +205,27 @@ def _store_linear(
         acc += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
     if HAS_RESIDUAL:
         acc += tl.load(residual_ptr + t[None, :] * residual_stride + n[:, None], mask=mask, other=0.0).to(tl.float32)
-    squares = 0.0
-    if FOLD_NORM:
-        total = acc.to(dtype)
-        tl.store(total_ptr + out_offsets, total, mask=mask)
-        acc = tl.where(mask, total.to(tl.float32), 0.0)
-        squares = tl.sum(acc * acc, axis=0)
-        acc *= tl.load(norm_ptr + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
-    tl.store(y_ptr + out_offsets, acc.to(dtype), mask=mask)
-    return squares
-
-
-@jit
-def _load_squares(x_squares_ptr, t, T, X_TILES: tl.constexpr, BLOCK_X: tl.constexpr):
-    tiles = tl.arange(0, BLOCK_X)
-    mask = (tiles < X_TILES)[:, None] & (t < T)[None, :]
-    return tl.load(x_squares_ptr + tiles[:, None] * T + t[None, :], mask=mask, other=0.0)
-
-
-@jit
-def _prefetch_rows(row_ptrs, begin, end, BLOCK_K: tl.constexpr, STEPS: tl.constexpr):
-    """Ask L2 for the first STEPS tiles of the columns begin ... end, one 128-byte line per 64 columns."""
-    for i in tl.static_range(STEPS * BLOCK_K // 64):
-        lines = row_ptrs + tl.minimum(begin + i * 64, end - 64)
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [lines], dtype=tl.int32, is_pure=False, pack=1
-        )
+    tl.store(y_ptr + t[None, :] * N + n[:, None], acc.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @jit
 def _skinny_linear_kernel(
-    x_ptr, x_squares_ptr, weight_ptr, bias_ptr, residual_ptr, norm_ptr, y_ptr, total_ptr, squares_ptr, partial_ptr,
-    arrivals_ptr, T, x_stride, weight_stride, residual_stride, eps, N: tl.constexpr, K: tl.constexpr, GATED: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, X_TILES: tl.constexpr, FOLD_NORM: tl.constexpr,
-    KEEP_SPLIT: tl.constexpr, SPLIT_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_X: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr, PREFETCH_STEPS: tl.constexpr,
-    PDL: tl.constexpr,
+    x_ptr, weight_ptr, bias_ptr, residual_ptr, y_ptr, partial_ptr, arrivals_ptr, T, x_stride, weight_stride, residual_stride,
+    N: tl.constexpr, K: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    KEEP_SPLIT: tl.constexpr, SPLIT_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
+    NUM_STAGES: tl.constexpr, PDL: tl.constexpr,
 ):
     """y^T = weight x^T: weight rows lie along the tensor core's 64-row side, the few tokens along its narrow one.
 
-    X_TILES > 0: x is a `Normed` of so many sums of squares. FOLD_NORM: y, total and squares are one.
     KEEP_SPLIT writes the fp32 sums of each split to y [SPLIT_K, T, N]; otherwise the last program of a tile to finish
     adds its splits up, in order. GATED (SILU_GATED, GELU_GATED): weight rows [N gates | N ups].
     """
+    wait_for_inputs(PDL)
     tile_n, split, tile_t = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     t = tile_t * BLOCK_T + tl.arange(0, BLOCK_T)
     steps: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     first, last = split * steps // SPLIT_K, (split + 1) * steps // SPLIT_K
-    if PDL and K >= 64:
-        # Weights don't depend on the kernel before: fetching them while it drains is no read of its output.
-        row_ptrs = weight_ptr + tl.minimum(n, N - 1).to(tl.int64) * weight_stride
-        begin, end = first * BLOCK_K, tl.minimum(last * BLOCK_K, K)
-        _prefetch_rows(row_ptrs, begin, end, BLOCK_K, PREFETCH_STEPS)
-        if GATED:
-            _prefetch_rows(row_ptrs + N * weight_stride.to(tl.int64), begin, end, BLOCK_K, PREFETCH_STEPS)
-    wait_for_inputs(PDL)
-    squares = 0.0
-    if X_TILES > 0:  # asked for before the loop, added up behind it
-        squares = _load_squares(x_squares_ptr, t, T, X_TILES, BLOCK_X)
     weight_rows = weight_ptr + n.to(tl.int64)[:, None] * weight_stride
     x_columns = x_ptr + t[None, :] * x_stride
     acc = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
@@ -297,19 +248,13 @@ def _skinny_linear_kernel(
                 w_up = tl.load(w_ptrs, mask=mask_w, other=0.0, eviction_policy="evict_first")
             acc_up = tl.dot(w_up, x, acc_up, input_precision="ieee")
 
-    scale = 1.0
-    if X_TILES > 0:
-        scale = tl.rsqrt(tl.sum(squares, axis=0) / K + eps)
     if KEEP_SPLIT:
         mask = (n < N)[:, None] & (t < T)[None, :]
         tl.store(y_ptr + (split * T + t)[None, :] * N + n[:, None], acc, mask=mask)
     elif SPLIT_K == 1:
-        own_squares = _store_linear(
-            acc, acc_up, scale, bias_ptr, residual_ptr, norm_ptr, y_ptr, total_ptr, n, t, T, residual_stride, N, GATED, HAS_BIAS,
-            HAS_RESIDUAL, X_TILES > 0, FOLD_NORM,
+        _store_linear(
+            acc, acc_up, bias_ptr, residual_ptr, y_ptr, n, t, T, residual_stride, N, GATED, HAS_BIAS, HAS_RESIDUAL
         )
-        if FOLD_NORM:
-            tl.store(squares_ptr + tile_n * T + t, own_squares, mask=t < T)
     else:
         tile = tile_t * tl.num_programs(0) + tile_n
         offsets = tl.arange(0, BLOCK_N)[:, None] * BLOCK_T + tl.arange(0, BLOCK_T)[None, :]
@@ -328,27 +273,23 @@ def _skinny_linear_kernel(
                 total += tl.load(partial_ptr + i * (halves * BLOCK_N * BLOCK_T), cache_modifier=".cg")
                 if GATED:
                     total_up += tl.load(partial_ptr + (i * halves + 1) * (BLOCK_N * BLOCK_T), cache_modifier=".cg")
-            own_squares = _store_linear(
-                total, total_up, scale, bias_ptr, residual_ptr, norm_ptr, y_ptr, total_ptr, n, t, T, residual_stride, N, GATED,
-                HAS_BIAS, HAS_RESIDUAL, X_TILES > 0, FOLD_NORM,
+            _store_linear(
+                total, total_up, bias_ptr, residual_ptr, y_ptr, n, t, T, residual_stride, N, GATED, HAS_BIAS, HAS_RESIDUAL
             )
-            if FOLD_NORM:
-                tl.store(squares_ptr + tile_n * T + t, own_squares, mask=t < T)
 
 
 @jit
 def _store_wide(
-    acc, scale, bias_ptr, residual_ptr, norm_ptr, y_ptr, total_ptr, n0, t, T, residual_stride, N: tl.constexpr,
-    HALVES: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, SCALED: tl.constexpr, FOLD_NORM: tl.constexpr,
+    acc, bias_ptr, residual_ptr, y_ptr, n0, t, T, residual_stride,
+    N: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
 ):
-    ROWS: tl.constexpr = acc.shape[1] // HALVES
+    ROWS: tl.constexpr = acc.shape[1] // (2 if GATED else 1)
     n = n0 + tl.arange(0, ROWS)
     up = acc
-    if HALVES == 2:  # gate and up rows lie side by side
+    if GATED:  # gate and up rows lie side by side
         acc, up = tl.split(tl.reshape(acc, [acc.shape[0], ROWS, 2]))
-    return _store_linear(
-        tl.trans(acc), tl.trans(up), scale, bias_ptr, residual_ptr, norm_ptr, y_ptr, total_ptr, n, t, T, residual_stride, N,
-        HALVES == 2, HAS_BIAS, HAS_RESIDUAL, SCALED, FOLD_NORM,
+    _store_linear(
+        tl.trans(acc), tl.trans(up), bias_ptr, residual_ptr, y_ptr, n, t, T, residual_stride, N, GATED, HAS_BIAS, HAS_RESIDUAL
     )
 
 
@@ -361,26 +302,23 @@ def _wide_offsets(n0, stride, N: tl.constexpr, ROWS: tl.constexpr, HALVES: tl.co
 
 @jit
 def _wide_linear_kernel(
-    x, x_squares_ptr, weight, weight_tail, bias_ptr, residual_ptr, norm_ptr, y_ptr, total_ptr, squares_ptr, partial_ptr,
-    arrivals_ptr, T, x_stride, weight_stride, residual_stride, eps, N: tl.constexpr, K: tl.constexpr, HALVES: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, X_TILES: tl.constexpr, FOLD_NORM: tl.constexpr,
-    KEEP_SPLIT: tl.constexpr, SPLIT_K: tl.constexpr, BLOCK_N: tl.constexpr, TAIL_N: tl.constexpr, BLOCK_X: tl.constexpr,
+    x, weight, weight_tail, bias_ptr, residual_ptr, y_ptr, partial_ptr, arrivals_ptr, T, x_stride, weight_stride,
+    residual_stride, N: tl.constexpr, K: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, KEEP_SPLIT: tl.constexpr, SPLIT_K: tl.constexpr, BLOCK_N: tl.constexpr, TAIL_N: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr, TMA: tl.constexpr, PDL: tl.constexpr,
 ):
-    """y = x weight^T with all tokens in one tile, for BLOCK_N + TAIL_N weight rows per program.
+    """y = x weight^T with all tokens in one tile, for BLOCK_N + TAIL_N weight rows per program, of each half if GATED.
 
-    TMA: x, weight and weight_tail are descriptors of [T, K] and [N, HALVES, K]; otherwise pointers. HALVES 2: gate and up.
+    TMA: x, weight and weight_tail are descriptors of [T, K] and [N, halves, K]; otherwise pointers.
     """
     wait_for_inputs(PDL)
+    HALVES: tl.constexpr = 2 if GATED else 1
     tile_n, split = tl.program_id(0), tl.program_id(1)
     n0 = tile_n * (BLOCK_N + TAIL_N)
     n_tail = n0 + BLOCK_N
     t = tl.arange(0, BLOCK_T)
     steps: tl.constexpr = K // BLOCK_K
     first, last = split * steps // SPLIT_K, (split + 1) * steps // SPLIT_K
-    squares = 0.0
-    if X_TILES > 0:  # asked for before the loop, added up behind it
-        squares = _load_squares(x_squares_ptr, t, T, X_TILES, BLOCK_X)
     if not TMA:
         k = tl.arange(0, BLOCK_K)
         x_ptrs = x + tl.minimum(t, T - 1)[:, None] * x_stride + k[None, :]
@@ -405,9 +343,6 @@ def _wide_linear_kernel(
                 w_tile = tl.load(tail_ptrs + step * BLOCK_K, eviction_policy="evict_first")
             acc_tail = tl.dot(x_tile, w_tile, acc_tail, input_precision="ieee")
 
-    scale = 1.0
-    if X_TILES > 0:
-        scale = tl.rsqrt(tl.sum(squares, axis=0) / K + eps)
     merges = True
     if KEEP_SPLIT:
         merges = False
@@ -438,17 +373,9 @@ def _wide_linear_kernel(
                 for i in tl.static_range(SPLIT_K):
                     acc_tail += tl.load(tail_ptrs + i * SIZE, cache_modifier=".cg")
     if merges:
-        row_squares = _store_wide(
-            acc, scale, bias_ptr, residual_ptr, norm_ptr, y_ptr, total_ptr, n0, t, T, residual_stride, N, HALVES, HAS_BIAS,
-            HAS_RESIDUAL, X_TILES > 0, FOLD_NORM,
-        )
+        _store_wide(acc, bias_ptr, residual_ptr, y_ptr, n0, t, T, residual_stride, N, GATED, HAS_BIAS, HAS_RESIDUAL)
         if TAIL_N > 0:
-            row_squares += _store_wide(
-                acc_tail, scale, bias_ptr, residual_ptr, norm_ptr, y_ptr, total_ptr, n_tail, t, T, residual_stride, N, HALVES,
-                HAS_BIAS, HAS_RESIDUAL, X_TILES > 0, FOLD_NORM,
-            )
-        if FOLD_NORM:
-            tl.store(squares_ptr + tile_n * T + t, row_squares, mask=t < T)
+            _store_wide(acc_tail, bias_ptr, residual_ptr, y_ptr, n_tail, t, T, residual_stride, N, GATED, HAS_BIAS, HAS_RESIDUAL)
 
 
 @jit
@@ -485,16 +412,13 @@ def _tile_arrivals(device: torch.device, tiles: int) -> Tensor:
 
 
 def _launch_skinny_linear(
-    x: Tensor | Normed, weight: Tensor, y: Tensor, N: int, options: LinearOptions, gated: int = NOT_GATED, keep_split: bool = False,
-    bias_N: Tensor | None = None, residual_TN: Tensor | None = None, fold: tuple[Tensor, Tensor, Tensor] | None = None,
+    x_TK: Tensor, weight: Tensor, y: Tensor, N: int, options: LinearOptions, gated: int = NOT_GATED,
+    keep_split: bool = False, bias_N: Tensor | None = None, residual_TN: Tensor | None = None,
 ) -> None:
-    """`fold`: (norm weight, total, squares), where y is to be a `Normed`'s rows."""
-    x_TK, squares_ST, eps = (x.weighted_TC, x.squares_ST, x.eps) if isinstance(x, Normed) else (x, x[:0], 0.0)
     T, K = x_TK.shape
     assert x_TK.stride(1) == weight.stride(1) == 1 and weight.shape[1] == K
     assert residual_TN is None or residual_TN.stride(1) == 1
-    assert not (keep_split and isinstance(x, Normed)), "split sums are not scaled yet"
-    block_t = min(max(next_power_of_2(T), 64 if options.wide else 16), 128 if gated and not options.wide else 256)
+    block_t = _block_t(options, T, gated > 0)
     tiles_n, tiles_t, halves = cdiv(N, options.block_n + options.tail_n), cdiv(T, block_t), 2 if gated else 1
     unused = x_TK
     partial = arrivals = unused
@@ -502,23 +426,16 @@ def _launch_skinny_linear(
         size = tiles_n * tiles_t * options.split_k * halves * (options.block_n + options.tail_n) * block_t
         partial = torch.empty(size, dtype=torch.float32, device=x_TK.device)
         arrivals = _tile_arrivals(x_TK.device, tiles_n * tiles_t)
-    norm_N, total_TN, out_squares_ST = fold or (unused, unused, unused)
-    tensors = (
-        unused if bias_N is None else bias_N, unused if residual_TN is None else residual_TN, norm_N, y, total_TN,
-        out_squares_ST, partial, arrivals,
-    )  # fmt: skip
-    scalars = (T, x_TK.stride(0), weight.stride(0), 0 if residual_TN is None else residual_TN.stride(0), eps)
+    tensors = (unused if bias_N is None else bias_N, unused if residual_TN is None else residual_TN, y, partial, arrivals)
+    scalars = (T, x_TK.stride(0), weight.stride(0), 0 if residual_TN is None else residual_TN.stride(0))
     common = dict(
-        N=N, K=K, HAS_BIAS=bias_N is not None, HAS_RESIDUAL=residual_TN is not None, X_TILES=len(squares_ST),
-        FOLD_NORM=fold is not None, KEEP_SPLIT=keep_split, SPLIT_K=options.split_k, BLOCK_N=options.block_n,
-        BLOCK_X=next_power_of_2(len(squares_ST)), BLOCK_T=block_t, BLOCK_K=options.block_k, NUM_STAGES=options.num_stages,
-        num_warps=options.num_warps, **pdl_options(),
+        N=N, K=K, GATED=gated, HAS_BIAS=bias_N is not None, HAS_RESIDUAL=residual_TN is not None, KEEP_SPLIT=keep_split,
+        SPLIT_K=options.split_k, BLOCK_N=options.block_n, BLOCK_T=block_t, BLOCK_K=options.block_k,
+        NUM_STAGES=options.num_stages, num_warps=options.num_warps, **pdl_options(T),
     )  # fmt: skip
     grid = (tiles_n, options.split_k, tiles_t)
     if not options.wide:
-        _skinny_linear_kernel[grid](
-            x_TK, squares_ST, weight, *tensors, *scalars, GATED=gated, PREFETCH_STEPS=options.prefetch_steps, **common
-        )
+        _skinny_linear_kernel[grid](x_TK, weight, *tensors, *scalars, **common)
         return
     assert tiles_t == 1 and K % options.block_k == 0 and weight.shape[0] == N * halves
     tiles = (x_TK, weight, weight)
@@ -529,84 +446,45 @@ def _launch_skinny_linear(
             TensorDescriptor(x_TK, [T, K], [x_TK.stride(0), 1], [block_t, options.block_k]),
             *(TensorDescriptor(weight, [N, halves, K], strides, [n, halves, options.block_k]) for n in rows),
         )
-    _wide_linear_kernel[grid](
-        tiles[0], squares_ST, *tiles[1:], *tensors, *scalars, HALVES=halves, TAIL_N=options.tail_n, TMA=options.tma, **common
-    )
+    _wide_linear_kernel[grid](*tiles, *tensors, *scalars, TAIL_N=options.tail_n, TMA=options.tma, **common)
 
 
-def linear_triton(x, weight_NK, bias_N=None, residual_TN=None, options: LinearOptions = LinearOptions()) -> Tensor:
+def linear_triton(x_TK, weight_NK, bias_N=None, residual_TN=None, options: LinearOptions = LinearOptions()) -> Tensor:
     N = len(weight_NK)
-    y_TN = weight_NK.new_empty((len(x), N))
-    _launch_skinny_linear(x, weight_NK, y_TN, N, options, bias_N=bias_N, residual_TN=residual_TN)
+    y_TN = weight_NK.new_empty((len(x_TK), N))
+    _launch_skinny_linear(x_TK, weight_NK, y_TN, N, options, bias_N=bias_N, residual_TN=residual_TN)
     return y_TN
 
 
-def gate_up_silu_triton(x, gate_up_I2K, options: LinearOptions = LinearOptions(block_n=64)) -> Tensor:
+def gate_up_silu_triton(x_TK, gate_up_I2K, options: LinearOptions = LinearOptions(block_n=64)) -> Tensor:
     I = len(gate_up_I2K) // 2
-    y_TI = gate_up_I2K.new_empty((len(x), I))
-    _launch_skinny_linear(x, gate_up_I2K, y_TI, I, options, gated=SILU_GATED)
+    y_TI = gate_up_I2K.new_empty((len(x_TK), I))
+    _launch_skinny_linear(x_TK, gate_up_I2K, y_TI, I, options, gated=SILU_GATED)
     return y_TI
 
 
-def gate_up_gelu_triton(x, gate_up_I2K, options: LinearOptions = LinearOptions(block_n=64)) -> Tensor:
+def gate_up_gelu_triton(x_TK, gate_up_I2K, options: LinearOptions = LinearOptions(block_n=64)) -> Tensor:
     I = len(gate_up_I2K) // 2
-    y_TI = gate_up_I2K.new_empty((len(x), I))
-    _launch_skinny_linear(x, gate_up_I2K, y_TI, I, options, gated=GELU_GATED)
+    y_TI = gate_up_I2K.new_empty((len(x_TK), I))
+    _launch_skinny_linear(x_TK, gate_up_I2K, y_TI, I, options, gated=GELU_GATED)
     return y_TI
 
 
-def linear_fold_norm_triton(x, weight_NK, residual_TN, norm_weight_N, eps, options: LinearOptions = LinearOptions()):
-    """(Normed, total_TN): the last program to finish a tile adds its splits, the residual and the squares up, in order."""
-    T, N = len(x), len(weight_NK)
-    total_TN, weighted_TN = torch.empty_like(residual_TN), torch.empty_like(residual_TN)
-    squares_ST = torch.empty((cdiv(N, options.block_n + options.tail_n), T), dtype=torch.float32, device=weight_NK.device)
-    fold = (norm_weight_N, total_TN, squares_ST)
-    _launch_skinny_linear(x, weight_NK, weighted_TN, N, options, residual_TN=residual_TN, fold=fold)
-    return Normed(weighted_TN, squares_ST, eps), total_TN
-
-
-def linear_splits_triton(x, weight_NK, options: LinearOptions) -> Tensor:
+def linear_splits_triton(x_TK, weight_NK, options: LinearOptions) -> Tensor:
     """The fp32 sums of each split of K, `[S, T, N]`: for a consumer that adds them up."""
-    partial_STN = torch.empty((options.split_k, len(x), len(weight_NK)), dtype=torch.float32, device=weight_NK.device)
-    _launch_skinny_linear(x, weight_NK, partial_STN, len(weight_NK), options, keep_split=True)
+    partial_STN = torch.empty((options.split_k, len(x_TK), len(weight_NK)), dtype=torch.float32, device=weight_NK.device)
+    _launch_skinny_linear(x_TK, weight_NK, partial_STN, len(weight_NK), options, keep_split=True)
     return partial_STN
 
 
-def linear_add_norm_triton(x, weight_NK, residual_TN, norm_weight_N, eps, options: LinearOptions = LinearOptions()):
+def linear_add_norm_triton(x_TK, weight_NK, residual_TN, norm_weight_N, eps, options: LinearOptions = LinearOptions()):
     """The projection leaves its split sums over K in fp32 and the norm adds them up: no program waits for another."""
-    T, N = len(x), len(weight_NK)
-    partial_STN = linear_splits_triton(x, weight_NK, options)
+    T, N = len(x_TK), len(weight_NK)
+    partial_STN = linear_splits_triton(x_TK, weight_NK, options)
     total_TN, normed_TN = torch.empty_like(residual_TN), torch.empty_like(residual_TN)
     block = next_power_of_2(N)
     _add_norm_kernel[(T,)](
         partial_STN, residual_TN, norm_weight_N, normed_TN, total_TN, eps, T, residual_TN.stride(0), N=N,
-        SPLIT_K=options.split_k, BLOCK=block, num_warps=min(max(block // 256, 1), 16), **pdl_options(),
+        SPLIT_K=options.split_k, BLOCK=block, num_warps=min(max(block // 256, 1), 16), **pdl_options(T),
     )
     return normed_TN, total_TN
-
-
-@jit
-def _scale_rows_kernel(
-    x_ptr, squares_ptr, y_ptr, eps, T, C: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr, BLOCK_X: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    wait_for_inputs(PDL)
-    row = tl.program_id(0)
-    tiles = tl.arange(0, BLOCK_X)
-    squares = tl.load(squares_ptr + tiles * T + row, mask=tiles < TILES, other=0.0)
-    scale = tl.rsqrt(tl.sum(squares) / C + eps)
-    cols = tl.arange(0, BLOCK)
-    x = tl.load(x_ptr + row * C + cols, mask=cols < C, other=0.0).to(tl.float32)
-    tl.store(y_ptr + row * C + cols, (x * scale).to(y_ptr.dtype.element_ty), mask=cols < C)
-
-
-def _scale_rows_triton(weighted_TC, squares_ST, eps) -> Tensor:
-    T, C = weighted_TC.shape
-    assert weighted_TC.is_contiguous()
-    y_TC = torch.empty_like(weighted_TC)
-    block = next_power_of_2(C)
-    _scale_rows_kernel[(T,)](
-        weighted_TC, squares_ST, y_TC, eps, T, C=C, TILES=len(squares_ST), BLOCK=block,
-        BLOCK_X=next_power_of_2(len(squares_ST)), num_warps=min(max(block // 512, 1), 16), **pdl_options(),
-    )
-    return y_TC

@@ -208,7 +208,7 @@ def add_low_rank_triton(y_TN, xa_TPR, b_RN, sizes, scale_N=None) -> Tensor:
         _add_low_rank_kernel[sum(cdiv(size, block_n) for size in sizes), cdiv(T, block_t)](
             y_TN, xa_TPR, b_RN, scale_N, out_TN, T, y_TN.stride(0), xa_TPR.stride(0), b_RN.stride(0),
             *sizes, *[0] * (MAX_PARTS - len(sizes)),
-            R=b_RN.shape[0], HAS_SCALE=scale_N is not None, BLOCK_T=block_t, BLOCK_N=block_n, num_warps=4, **pdl_options(),
+            R=b_RN.shape[0], HAS_SCALE=scale_N is not None, BLOCK_T=block_t, BLOCK_N=block_n, num_warps=4, **pdl_options(T),
         )  # fmt: skip
     return out_TN
 
@@ -230,7 +230,7 @@ def _low_rank_gate(y_TN: Tensor, xa_TPR: Tensor, b_RN: Tensor, scale_N: Tensor |
         _low_rank_gate_kernel[cdiv(I, block_n), cdiv(T, block_t)](
             y_TN, xa_TPR, b_RN, scale_N, out_TI, T, I, y_TN.stride(0), xa_TPR.stride(0), b_RN.stride(0),
             R=b_RN.shape[0], GELU=gelu, HAS_SCALE=scale_N is not None, BLOCK_T=block_t, BLOCK_N=block_n, num_warps=4,
-            **pdl_options(),
+            **pdl_options(T),
         )  # fmt: skip
     return out_TI
 
@@ -246,7 +246,7 @@ def low_rank_add_norm_triton(y_STN, xa_STR, b_RN, residual_TN, norm_N, eps, scal
             y_STN, xa_STR, b_RN, scale_N, residual_TN, norm_N, out_TN, total_TN, eps,
             y_STN.stride(0), y_STN.stride(1), b_RN.stride(0), residual_TN.stride(0),
             N=N, R=b_RN.shape[0], SPLITS=S, HAS_SCALE=scale_N is not None, BLOCK=block, UNROLL=8,
-            num_warps=min(max(block // 512, 1), 16), **pdl_options(),
+            num_warps=min(max(block // 512, 1), 16), **pdl_options(T),
         )  # fmt: skip
     return out_TN, total_TN
 

@@ -18,7 +18,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flex_linear import Normed, plain
 from flex_triton import cdiv, jit, next_power_of_2, pdl_options, tl, triton, use_triton, wait_for_inputs
 from flex_weights import Product, SharedWeights
 
@@ -155,8 +154,7 @@ class NF4Projection(Product):
         codes_NW = codes.view(scales_GN.shape[1], -1).view(torch.int32)
         return cls(codes_NW, scales_GN, states[0].dtype, weights.pack_bias(linears) if bias is None else bias)
 
-    def __call__(self, x_TK: Tensor | Normed) -> Tensor:
-        x_TK = plain(x_TK)
+    def __call__(self, x_TK: Tensor) -> Tensor:
         if len(x_TK) <= MAX_FUSED_ROWS and use_triton(x_TK) and x_TK.dtype in (torch.bfloat16, torch.float16):
             return nf4_linear(x_TK, self.codes_NW, self.scales_GN, self.bias)
         weight_NK = nf4_dequantize(self.codes_NW, self.scales_GN, self.weight_dtype)
@@ -413,6 +411,6 @@ def nf4_linear_triton(
     _nf4_linear_kernel[grid](
         x_TK, codes_NW, scales_GN, bias_N, y_TN, partial, arrivals, T, x_TK.stride(0),
         N=N, K=K, HAS_BIAS=bias_N is not None, PTX=x_TK.is_cuda, BLOCK_N=options.block_n, BLOCK_T=block_t,
-        SPLIT_K=options.split_k, NUM_STAGES=options.num_stages, num_warps=options.num_warps, **pdl_options(),
+        SPLIT_K=options.split_k, NUM_STAGES=options.num_stages, num_warps=options.num_warps, **pdl_options(T),
     )  # fmt: skip
     return y_TN

@@ -421,13 +421,13 @@ def sample_triton(logits_BV, temperature_B, top_k_B, top_p_B, min_p_B, seed_B, p
     logprobs_B, full_logprobs_B = torch.empty_like(threshold_B), torch.empty_like(threshold_B)
     _sample_threshold_kernel[(B,)](
         logits_BV, temperature_B, top_k_B, top_p_B, min_p_B, seed_B, positions_B, threshold_B, keys, V, stride, WAYS=8,
-        BLOCK=4096, num_warps=16, **pdl_options(),
+        BLOCK=4096, num_warps=16, **pdl_options(B),
     )
     _sample_slice_kernel[(B, num_slices)](
-        logits_BV, temperature_B, threshold_B, keys, stats, V, stride, num_slices, BLOCK=block, num_warps=8, **pdl_options(),
+        logits_BV, temperature_B, threshold_B, keys, stats, V, stride, num_slices, BLOCK=block, num_warps=8, **pdl_options(B),
     )
     _sample_merge_kernel[(B,)](
         logits_BV, temperature_B, threshold_B, keys, stats, tokens_B, logprobs_B, full_logprobs_B, V, stride, num_slices,
-        BLOCK_S=next_power_of_2(num_slices), BLOCK=block, num_warps=8, **pdl_options(),
+        BLOCK_S=next_power_of_2(num_slices), BLOCK=block, num_warps=8, **pdl_options(B),
     )
     return tokens_B, logprobs_B, full_logprobs_B

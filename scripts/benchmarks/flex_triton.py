@@ -11,11 +11,14 @@ slots of the pool (num_pages * page_size) or output features, K input features, 
 
 from __future__ import annotations
 
+from functools import cache
+
 from torch import Tensor
 
 try:
     import triton
     import triton.language as tl
+    from triton.runtime import driver
     from triton.tools.tensor_descriptor import TensorDescriptor
 except ImportError:  # no Triton wheel for this platform: the references run instead
     triton = tl = TensorDescriptor = None
@@ -29,13 +32,27 @@ def use_triton(x: Tensor) -> bool:
     return x.is_cuda and triton is not None
 
 
-# Programmatic dependent launch: a kernel starts while the one before it drains, and waits before its first read.
-# Captured in CUDA graphs too. None of the kernels may read or write memory before wait_for_inputs.
-PDL = False
+@cache
+def cuda_capability() -> int:
+    """Of the GPU that the kernels are compiled for: 90 is Hopper. 0 in the interpreter and on other makers' GPUs."""
+    if triton.knobs.runtime.interpret:
+        return 0
+    target = driver.active.get_current_target()
+    return target.arch if target.backend == "cuda" else 0
 
 
-def pdl_options() -> dict[str, bool]:
-    return {"PDL": PDL, "launch_pdl": PDL}
+PDL_ROWS = range(65, 257)
+
+
+def pdl_options(rows: int) -> dict[str, bool]:
+    """Launch options of a kernel over so many rows: programmatic dependent launch where it pays.
+
+    The kernel then starts while the one before it drains, and waits before its first read; captured in CUDA graphs too. None
+    may touch memory before `wait_for_inputs`. A decode step of Qwen3-4B's shapes on an H200 gets 2 % faster at 128 rows and
+    0.4 % at 256, but 3 % slower at 64. Needs Hopper or later.
+    """
+    dependent = rows in PDL_ROWS and cuda_capability() >= 90
+    return {"PDL": dependent, "launch_pdl": dependent}
 
 
 @jit

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 import flex_kernels
 import flex_linear
-from flex_linear import Normed
 
 
 @dataclass(eq=False)
@@ -133,24 +132,20 @@ class SharedWeights:
 
 
 class Product:
-    """What a walker calls: `[T, K] -> [T, N]`, plain or with what usually follows it. How it is computed is the subclass's.
+    """What a walker calls: `[T, K] -> [T, N]`, plain or with what usually follows it. How it is computed is the subclass's."""
 
-    The norm that `add_norm` returns may be a `Normed`, whose division is left to the product that reads it: every product
-    takes either. One with kernels of its own begins with `flex_linear.plain(x)`.
-    """
-
-    def __call__(self, x_TK: Tensor | Normed) -> Tensor:
+    def __call__(self, x_TK: Tensor) -> Tensor:
         raise NotImplementedError
 
-    def add_norm(self, x_TK: Tensor, residual_TN: Tensor, norm_N: Tensor, eps: float) -> tuple[Tensor | Normed, Tensor]:
+    def add_norm(self, x_TK: Tensor, residual_TN: Tensor, norm_N: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """(rms_norm(total), total) with total = product + residual."""
         return flex_kernels.rms_norm(self(x_TK), norm_N, eps, residual_TN)
 
-    def silu_gated(self, x_TK: Tensor | Normed) -> Tensor:
+    def silu_gated(self, x_TK: Tensor) -> Tensor:
         """silu(gate) * up of a product [gate | up]: `[T, N / 2]`."""
         return flex_kernels.silu_mul(self(x_TK))
 
-    def gelu_gated(self, x_TK: Tensor | Normed) -> Tensor:
+    def gelu_gated(self, x_TK: Tensor) -> Tensor:
         """gelu(gate) * up, gelu in its tanh approximation."""
         return flex_kernels.gelu_mul(*self(x_TK).chunk(2, dim=-1))
 
@@ -173,20 +168,20 @@ class Projection(Product):
     def of(cls, weights: SharedWeights, linears: Sequence[nn.Module]) -> Projection:
         return cls(weights.pack([linear.weight for linear in linears]), weights.pack_bias(linears))
 
-    def __call__(self, x_TK: Tensor | Normed) -> Tensor:
+    def __call__(self, x_TK: Tensor) -> Tensor:
         return flex_linear.linear(x_TK, self.weight, self.bias)
 
-    def add_norm(self, x_TK: Tensor, residual_TN: Tensor, norm_N: Tensor, eps: float) -> tuple[Tensor | Normed, Tensor]:
+    def add_norm(self, x_TK: Tensor, residual_TN: Tensor, norm_N: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         if self.bias is not None:
             return super().add_norm(x_TK, residual_TN, norm_N, eps)
         return flex_linear.linear_add_norm(x_TK, self.weight, residual_TN, norm_N, eps)
 
-    def silu_gated(self, x_TK: Tensor | Normed) -> Tensor:
+    def silu_gated(self, x_TK: Tensor) -> Tensor:
         if self.bias is not None:
             return super().silu_gated(x_TK)
         return flex_linear.gate_up_silu(x_TK, self.weight)
 
-    def gelu_gated(self, x_TK: Tensor | Normed) -> Tensor:
+    def gelu_gated(self, x_TK: Tensor) -> Tensor:
         if self.bias is not None:
             return super().gelu_gated(x_TK)
         return flex_linear.gate_up_gelu(x_TK, self.weight)

@@ -107,7 +107,7 @@ def best_of(report: Report, op: str, batch: int, bytes_moved: float, variants: I
     rows.sort(key=lambda row: row[0])
     for us, variant in rows[:3]:
         print(report.add(op, batch, _short(variant), us, bytes_moved), flush=True)
-    return rows[0]
+    return rows[0] if rows else (torch.inf, None)
 
 
 def _short(variant) -> str:
@@ -143,7 +143,7 @@ def _compile(job: tuple) -> str | None:
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
-    capability, kind, batch, shape, options, flex_triton.PDL = job
+    capability, kind, batch, shape, options = job
     torch.set_num_threads(1)
     driver.set_active(_CompileOnly(capability))
     run = JITFunction.run
@@ -156,8 +156,7 @@ def _compile(job: tuple) -> str | None:
         elif kind == "attention check":
             flex_decode_attention.paged_decode_attention_triton(*attention_case(*shape, "cpu"))
         else:
-            x_tiles = 40 if shape is None else shape
-            linear_step(kind, linear_inputs(kind, batch, 1, "cpu"), options, x_tiles)(0)
+            linear_step(kind, linear_inputs(kind, batch, 1, "cpu"), options)(0)
     except Exception as error:
         return f"{kind} {batch} {shape} {options}: {type(error).__name__}: {error}"
     finally:
@@ -174,7 +173,7 @@ class Compiler:
         self.pool.submit(int).result()  # forks all workers now
 
     def __call__(self, jobs: Iterable[tuple]) -> None:
-        """Jobs are (kind, batch, shape, options, PDL)."""
+        """Jobs are (kind, batch, shape, options)."""
         major, minor = torch.cuda.get_device_capability()
         capability, started, jobs = 10 * major + minor, time.monotonic(), list(dict.fromkeys(jobs))
         problems = [problem for problem in self.pool.map(_compile, [(capability, *job) for job in jobs]) if problem]
@@ -353,37 +352,24 @@ def linear_inputs(kind: str, batch: int, layers: int, device: str) -> LinearInpu
     return LinearInputs(values(batch, K), weights, values(batch, N), values(N))
 
 
-def linear_step(
-    kind: str, inputs: LinearInputs, options: flex_linear.LinearOptions | str, x_tiles: int = 40
-) -> Callable[[int], object]:
+def linear_step(kind: str, inputs: LinearInputs, options: flex_linear.LinearOptions | None) -> Callable[[int], object]:
     """The product with what follows it in the layer: SiLU * up behind gate_up, residual and norm behind o and down.
 
-    Our qkv and gate_up read a `Normed` of `x_tiles` sums of squares, or normed rows if that is 0.
+    Without options the product is cuBLAS's.
     """
-    x, residual, norm = inputs.x_TK, inputs.residual_TN, inputs.norm_weight_N
-    if options == "cuBLAS":
-        return {
-            "qkv": lambda i: F.linear(x, inputs.weights[i]),
-            "gate_up": lambda i: flex_kernels.silu_mul_triton(F.linear(x, inputs.weights[i])),
-        }.get(kind, lambda i: flex_kernels.rms_norm_triton(F.linear(x, inputs.weights[i]), norm, 1e-6, residual))
-    normed = x
-    if x_tiles:
-        squares = torch.full((x_tiles, len(x)), x.shape[1] / x_tiles, device=x.device)  # of rows that are normed already
-        normed = flex_linear.Normed(x, squares, 0.0)
-    return {
-        "qkv": lambda i: flex_linear.linear_triton(normed, inputs.weights[i], options=options),
-        "gate_up": lambda i: flex_linear.gate_up_silu_triton(normed, inputs.weights[i], options),
-    }.get(kind, lambda i: add_norm_step(x, inputs.weights[i], residual, norm, options))
+    return lambda i: linear_product(kind, inputs.x_TK, inputs.weights[i], options, inputs.residual_TN, inputs.norm_weight_N)
 
 
-def add_norm_step(x, weight, residual, norm, options: flex_linear.LinearOptions):
-    run = flex_linear.linear_fold_norm_triton if options.fold else flex_linear.linear_add_norm_triton
-    return run(x, weight, residual, norm, 1e-6, options)
-
-
-def norm_tiles(options: flex_linear.LinearOptions | None) -> int:
-    """Sums of squares in the `Normed` that o or down leaves, 0 if it leaves normed rows."""
-    return flex_triton.cdiv(HIDDEN, options.block_n + options.tail_n) if options and options.fold else 0
+def linear_product(kind, x_TK, weight_NK, options, residual_TN, norm_weight_N):
+    if kind == "qkv":
+        return F.linear(x_TK, weight_NK) if options is None else flex_linear.linear_triton(x_TK, weight_NK, options=options)
+    if kind == "gate_up":
+        if options is None:
+            return flex_kernels.silu_mul_triton(F.linear(x_TK, weight_NK))
+        return flex_linear.gate_up_silu_triton(x_TK, weight_NK, options)
+    if options is None:
+        return flex_kernels.rms_norm_triton(F.linear(x_TK, weight_NK), norm_weight_N, 1e-6, residual_TN)
+    return flex_linear.linear_add_norm_triton(x_TK, weight_NK, residual_TN, norm_weight_N, 1e-6, options)
 
 
 def linear_variants(kind: str, batch: int) -> list[flex_linear.LinearOptions]:
@@ -393,10 +379,10 @@ def linear_variants(kind: str, batch: int) -> list[flex_linear.LinearOptions]:
         """(block_n, block_k, split_k, num_warps, num_stages)"""
         return [flex_linear.LinearOptions(*tile) for tile in tiles]
 
-    def wide(*tiles: tuple[int, ...], fold: bool = True) -> list[flex_linear.LinearOptions]:
+    def wide(*tiles: tuple[int, ...]) -> list[flex_linear.LinearOptions]:
         """(block_n, tail_n, split_k, num_stages), by the copy engine and by the threads"""
         return [
-            flex_linear.LinearOptions(n, 64, split, 4 if batch <= 64 else 8, stages, wide=True, tail_n=tail, tma=tma, fold=fold)
+            flex_linear.LinearOptions(n, 64, split, 4 if batch <= 64 else 8, stages, wide=True, tail_n=tail, tma=tma)
             for n, tail, split, stages in tiles
             for tma in ((True, False) if batch > 32 else (True,))
         ]
@@ -417,25 +403,20 @@ def linear_variants(kind: str, batch: int) -> list[flex_linear.LinearOptions]:
             return wide((32, 16, 1, 8)) + skinny((64, 64, 1, 4, 6), (64, 64, 2, 4, 6), (64, 128, 2, 4, 4), (128, 64, 3, 4, 4))
         return wide((32, 16, 1, 7 if batch <= 128 else 4), (64, 0, 1, 6 if batch <= 128 else 4))
     if batch <= 64:
-        folded = wide((64, 16, 4, 6), (128, 0, 6, 5)) + skinny(
-            (64, 64, 3, 4, 6), (64, 64, 4, 4, 6), (64, 128, 4, 4, 4), (64, 128, 3, 4, 4), (128, 64, 6, 4, 5)
-        )
-        return folded + [replace(options, fold=False) for options in skinny((64, 64, 3, 4, 6), (64, 128, 4, 4, 4))]
+        return skinny(
+            (64, 64, 3, 4, 6), (64, 128, 4, 4, 4), (64, 64, 4, 4, 6), (64, 128, 3, 4, 4), (128, 64, 6, 4, 5)
+        ) + wide((64, 16, 4, 6), (128, 0, 6, 5))  # fmt: skip
     if batch <= 128:
-        return (
-            wide((64, 16, 4, 6), (64, 0, 3, 6)) + skinny((64, 64, 3, 8, 6))
-            + wide((128, 0, 6, 5), (64, 16, 4, 6), fold=False)
-        )  # fmt: skip
-    return wide((64, 16, 4, 4), (64, 0, 3, 4)) + wide((128, 0, 6, 4), (64, 16, 4, 4), (64, 0, 3, 4), fold=False)
+        return wide((64, 16, 4, 6), (64, 0, 3, 6), (128, 0, 6, 5)) + skinny((64, 64, 3, 8, 6))
+    return wide((64, 0, 3, 4), (64, 16, 4, 4), (128, 0, 6, 4))
 
 
 Choice = dict[str, flex_linear.LinearOptions | None]  # an op's tile, None for cuBLAS
 
 
 def bench_linear(report: Report, batches: list[int], budget: float) -> dict[int, Choice]:
-    """Per batch, the tiles with the lowest sum of times: a folded norm asks a product of ours to read it, or one more kernel."""
-    best: dict[tuple[int, str, str], tuple[float, flex_linear.LinearOptions | None]] = {}
-    scale_us = {}
+    """cuBLAS and every tile; per batch, the fastest for each product."""
+    choices: dict[int, Choice] = {batch: {} for batch in batches}
     for kind, (N, K) in LINEAR_SHAPES.items():
         inputs = linear_inputs(kind, max(batches), LAYERS, "cuda")
         for batch in batches:
@@ -443,53 +424,30 @@ def bench_linear(report: Report, batches: list[int], budget: float) -> dict[int,
             part = replace(inputs, x_TK=inputs.x_TK[:batch], residual_TN=inputs.residual_TN[:batch])
             outputs = N // 2 if kind == "gate_up" else N
             moved = 2 * (N * K + batch * (K + outputs))
-            expected = linear_step(kind, part, "cuBLAS")(0)
-            if kind == "qkv":
-                normed = flex_linear.Normed(part.x_TK, torch.ones(40, batch, device="cuda"), 1e-6)
-                scale_us[batch] = graph_us(lambda i: normed.plain())
-            best[batch, kind, "cuBLAS"] = graph_us(linear_step(kind, part, "cuBLAS")), None
-            for options in linear_variants(kind, batch):
-                if time.monotonic() > deadline:
-                    print(f"{kind} {batch}: out of time before {_short(options)}")
-                    break
-                try:
-                    step = linear_step(kind, part, options)
-                    if not check_linear(report, f"{kind} {batch} {_short(options)}", step(0), step(0), expected):
-                        continue
-                    us = graph_us(step)
-                except (flex_triton.triton.TritonError, RuntimeError) as error:  # a tile that does not fit is a result
-                    print(f"{kind} {batch}: {_short(options)}: {type(error).__name__}: {str(error)[:120]}")
-                    continue
-                way = "ours" if kind in ("qkv", "gate_up") else "folded" if options.fold else "norm apart"
-                if us < best.get((batch, kind, way), (torch.inf, None))[0]:
-                    best[batch, kind, way] = us, options
-            for (_, _, way), (us, options) in [item for item in best.items() if item[0][:2] == (batch, kind)]:
-                print(report.add(kind, batch, f"{way} {_short(options) if options else ''}", us, moved), flush=True)
+            cublas = linear_step(kind, part, None)
+            expected, cublas_us = cublas(0), graph_us(cublas)
+            print(report.add(kind, batch, "cuBLAS", cublas_us, moved), flush=True)
+            variants = (
+                options
+                for options in linear_variants(kind, batch)
+                if check_linear(report, f"{kind} {batch} {_short(options)}", linear_step(kind, part, options), expected)
+            )
+            us, options = best_of(report, kind, batch, moved, variants, lambda o: linear_step(kind, part, o), deadline)
+            choices[batch][kind] = options if us < cublas_us else None
         del inputs, part
         torch.cuda.empty_cache()
-    return {batch: _choose(best, batch, scale_us[batch]) for batch in batches}
+    return choices
 
 
-def _choose(best: dict, batch: int, scale_us: float) -> Choice:
-    choice = {}
-    for writer, reader in (("o", "gate_up"), ("down", "qkv")):
-        pairs = []
-        for way in ("cuBLAS", "norm apart", "folded"):
-            for reading in ("cuBLAS", "ours"):
-                first, second = best.get((batch, writer, way)), best.get((batch, reader, reading))
-                if first and second:
-                    extra = scale_us if (way, reading) == ("folded", "cuBLAS") else 0.0
-                    pairs.append((first[0] + second[0] + extra, first[1], second[1]))
-        _, choice[writer], choice[reader] = min(pairs, key=lambda pair: pair[0])
-    return choice
-
-
-def check_linear(report: Report, name: str, actual, again, expected) -> bool:
-    """One output, or (normed, total); quiet unless it fails."""
+def check_linear(report: Report, name: str, step: Callable[[int], object], expected) -> bool:
+    """One output, or (normed, total), against cuBLAS's and against a second run; quiet unless it fails."""
+    try:
+        outputs = [out if isinstance(out, tuple) else (out,) for out in (step(0), step(0), expected)]
+    except (flex_triton.triton.TritonError, RuntimeError) as error:  # a tile that does not fit is a result, not the end
+        print(f"{name}: {type(error).__name__}: {str(error)[:120]}")
+        return False
     passed = True
-    outputs = [out if isinstance(out, tuple) else (out,) for out in (actual, again, expected)]
     for first, second, wanted in zip(*outputs):
-        first, second = flex_linear.plain(first), flex_linear.plain(second)
         error = (first.float() - wanted.float()).abs().max() / wanted.float().abs().max()
         report.errors[name] = error.item()
         if not error <= 2e-2 or not torch.equal(first, second):
@@ -562,8 +520,9 @@ def bench_small(report: Report, batches: list[int]) -> None:
 # --- a whole step without the language model head --------------------------------------------------------------------
 
 
-def bench_step(report: Report, batches: list[int], choices: dict[int, Choice], compile_ahead: Compiler) -> None:
-    """36 layers in a row: cuBLAS alone, the tiles of flex_linear.py with the norm apart, the best found now."""
+def bench_step(report: Report, batches: list[int], choices: dict[int, Choice]) -> None:
+    """36 layers in a row: cuBLAS alone, the tiles of flex_linear.py and the best found now, each without and with dependent launch."""
+    shipped_rows = flex_triton.PDL_ROWS
     cos, sin = rope_tables()
     weights = {kind: linear_inputs(kind, 1, LAYERS, "cuda").weights for kind in LINEAR_SHAPES}
     norm = torch.ones(HIDDEN, device="cuda", dtype=DTYPE)
@@ -576,20 +535,7 @@ def bench_step(report: Report, batches: list[int], choices: dict[int, Choice], c
         slots = pages * inputs.page_size + positions % inputs.page_size
 
         def product(choice: Choice, kind: str, i: int, x, total=None):
-            weight, options = weights[kind][i], choice[kind]
-            if options is None:
-                x = flex_linear.plain(x)
-                y = F.linear(x, weight)
-                if kind == "qkv":
-                    return y
-                if kind == "gate_up":
-                    return flex_kernels.silu_mul_triton(y)
-                return flex_kernels.rms_norm_triton(y, norm, 1e-6, total)
-            if kind == "qkv":
-                return flex_linear.linear_triton(x, weight, options=options)
-            if kind == "gate_up":
-                return flex_linear.gate_up_silu_triton(x, weight, options)
-            return add_norm_step(x, weight, total, norm, options)
+            return linear_product(kind, x, weights[kind][i], choice[kind], total, norm)
 
         def step(choice: Choice):
             plan = flex_decode_attention.decode_attention_plan_triton(inputs.lengths_B, KV_HEADS, HEAD_DIM, DTYPE)
@@ -607,30 +553,19 @@ def bench_step(report: Report, batches: list[int], choices: dict[int, Choice], c
                 ).view(batch, -1)  # fmt: skip
                 normed, total = product(choice, "o", i, o, total)
                 normed, total = product(choice, "down", i, product(choice, "gate_up", i, normed), total)
-            return flex_linear.plain(normed)
+            return normed
 
         moved = LAYERS * (inputs.bytes_per_layer + sum(2 * n * k for n, k in LINEAR_SHAPES.values()))
         tuned = {kind: flex_linear.linear_options(batch, N, K, kind == "gate_up") for kind, (N, K) in LINEAR_SHAPES.items()}
-        before = {kind: options and replace(options, fold=False) for kind, options in tuned.items()}
-        folded = choices[batch] if batch in choices else tuned
-        eager = {kind: options and replace(options, prefetch_steps=0) for kind, options in folded.items()}
-        rows = (
-            ("cuBLAS only", dict.fromkeys(LINEAR_SHAPES), False), ("cuBLAS only, PDL", dict.fromkeys(LINEAR_SHAPES), True),
-            ("tiles of flex_linear.py, norm apart", before, False), ("best tiles, norm folded", folded, False),
-            ("best tiles, norm folded, PDL without prefetch", eager, True), ("best tiles, norm folded, PDL", folded, True),
-        )  # fmt: skip
-        jobs = {
-            (kind, batch, x_tiles, options, pdl)
-            for _, choice, pdl in rows
-            for kind, options in choice.items()
-            if options
-            for x_tiles in {0, norm_tiles(choice["down" if kind == "qkv" else "o"])}
-        }
-        compile_ahead(jobs)
-        for name, choice, flex_triton.PDL in rows:
-            us = graph_us(lambda i: step(choice), calls=1)
-            print(report.add("36 layers", batch, name, us, moved), flush=True)
-        flex_triton.PDL = False
+        rows = [("cuBLAS", dict.fromkeys(LINEAR_SHAPES)), ("tiles of flex_linear.py", tuned)]
+        if batch in choices:
+            rows.append(("best tiles", choices[batch]))
+        for dependent_rows, suffix in ((range(0), ""), (range(batch, batch + 1), ", dependent launch")):
+            flex_triton.PDL_ROWS = dependent_rows
+            for name, choice in rows:
+                us = graph_us(lambda i: step(choice), calls=1)
+                print(report.add("36 layers", batch, name + suffix, us, moved), flush=True)
+        flex_triton.PDL_ROWS = shipped_rows
         del inputs
         torch.cuda.empty_cache()
 
@@ -687,10 +622,9 @@ def check_all(report: Report) -> None:
     for kind in LINEAR_SHAPES:
         for batch in (1, 8, 63, 128):
             inputs = linear_inputs(kind, batch, 1, "cuda")
-            expected = linear_step(kind, inputs, "cuBLAS")(0)
+            expected = linear_step(kind, inputs, None)(0)
             for options in linear_variants(kind, batch)[:4]:
-                step = linear_step(kind, inputs, options)
-                check_linear(report, f"linear {kind} {batch} {_short(options)}", step(0), step(0), expected)
+                check_linear(report, f"linear {kind} {batch} {_short(options)}", linear_step(kind, inputs, options), expected)
 
     for dtype in (torch.float32, DTYPE, torch.float16):
         for filters in (False, True):
@@ -718,25 +652,25 @@ def main() -> int:
     compile_ahead = Compiler()
     jobs = []
     if "attention" in args.sections:
-        jobs += [("attention", args.batches[0], None, options, False) for options in ATTENTION_TILES]
+        jobs += [("attention", args.batches[0], None, options) for options in ATTENTION_TILES]
     if "shared" in args.sections:
         jobs += [
-            ("shared prefix", args.batches[-1], (prompt, COMPLETIONS), options, False)
+            ("shared prefix", args.batches[-1], (prompt, COMPLETIONS), options)
             for prompt in SHARED_PROMPTS[:1]
             for options in SHARED_TILES
         ]
     if "checks" in args.sections:
         for dtype in (DTYPE, torch.float32):
-            jobs += [("attention check", 8, (*case, dtype), None, False) for case in ATTENTION_CHECKS]
+            jobs += [("attention check", 8, (*case, dtype), None) for case in ATTENTION_CHECKS]
         jobs += [
-            (kind, batch, None, options, False)
+            (kind, batch, None, options)
             for batch in (1, 8, 63, 128)
             for kind in LINEAR_SHAPES
             for options in linear_variants(kind, batch)[:4]
         ]
     if "linear" in args.sections:
         jobs += [
-            (kind, batch, None, options, False)
+            (kind, batch, None, options)
             for batch in args.batches
             for kind in LINEAR_SHAPES
             for options in linear_variants(kind, batch)
@@ -755,7 +689,7 @@ def main() -> int:
     if "linear" in args.sections:
         choices = bench_linear(report, args.batches, args.budget)
     if "step" in args.sections:
-        bench_step(report, args.batches, choices, compile_ahead)
+        bench_step(report, args.batches, choices)
     if choices:
         print_tuned(choices)
     compile_ahead.pool.shutdown()
