@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import importlib.util
 import json
 import math
@@ -371,6 +372,8 @@ class StepTimer(TrainerCallback):
         for name, key in LOGGED.items():
             value = logs.get(key)
             getattr(self.stats, name).append(None if value is None else float(value))
+        if not state.is_world_process_zero:
+            return
         done, wall = len(self.stats.losses), self.stats.step_wall_s
         seconds = f", {wall[-1]:.2f} s, of which rollout {self.stats.rollout_wall_s[-1]:.2f}" if wall else ""
         note(f"step {done} of {self.stats.max_steps}: reward {self.stats.rewards[-1]:.3f}, loss {self.stats.losses[-1]:.4f}{seconds}")
@@ -565,6 +568,7 @@ def compile_training(trainer: GRPOTrainer, args: argparse.Namespace) -> Callable
 
 
 def _eager_where_it_fails(trainer: GRPOTrainer, eager: Callable, compiled: Callable, report: dict) -> Callable:
+    @functools.wraps(eager.__func__)  # `generate` checks its arguments against the signature
     def forward(self, *args, **kwargs):
         if report.get("generating") or report["compile_failures"]:
             return eager(*args, **kwargs)
