@@ -11,7 +11,7 @@ import sys
 import pytest
 import torch
 from datasets import Dataset
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
@@ -88,6 +88,34 @@ def test_a_missed_sync_would_show(tmp_path, monkeypatch):
     assert first < 1e-4 < second
 
 
+def test_gradient_checkpointing_and_a_pretrained_adapter(tmp_path):
+    """With a KL term TRL copies a pretrained adapter to one named `ref` and switches to it and back in every step."""
+    model = get_peft_model(tiny_models.llama(), LoraConfig(r=4, target_modules=["q_proj", "down_proj"]))
+    trainer = make_trainer(tmp_path, model, lora=False, beta=0.1, gradient_checkpointing=True)
+    attach_flex_rollouts(trainer)
+    trainer.train()
+    assert max(logged(trainer, LOGP_DIFFERENCE)) < 1e-4
+    first, second = logged(trainer, "kl")
+    assert first == 0 < second
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_a_resumed_run_goes_on_as_if_it_had_not_ended(tmp_path, lora):
+    def losses(folder, **options):
+        resume = options.pop("resume", None)
+        trainer = make_trainer(tmp_path / folder, lora=lora, lr_scheduler_type="constant", **options)
+        attach_flex_rollouts(trainer)
+        trainer.train(resume_from_checkpoint=resume)
+        assert max(logged(trainer, LOGP_DIFFERENCE)) < 1e-4
+        return logged(trainer, "reward"), logged(trainer, "grad_norm")
+
+    whole = losses("whole", max_steps=3)
+    losses("cut", max_steps=2, save_strategy="steps", save_steps=2)
+    resumed = losses("cut", max_steps=3, resume=str(tmp_path / "cut" / "checkpoint-2"))
+    assert resumed[0] == whole[0]
+    assert resumed[1] == pytest.approx(whole[1], rel=1e-3)
+
+
 def test_one_sync_per_optimizer_step(tmp_path, monkeypatch):
     trainer = make_trainer(tmp_path, per_device_train_batch_size=GENERATIONS, gradient_accumulation_steps=2, max_steps=3)
     generation = attach_flex_rollouts(trainer)
@@ -110,10 +138,11 @@ def test_a_second_train_starts_from_current_weights(tmp_path, steps):
     assert max(logged(trainer, LOGP_DIFFERENCE)) < 1e-4
 
 
+@pytest.mark.parametrize("walker_class", [None, HFWalker])
 @pytest.mark.parametrize("lora", [False, True])
-def test_fp32_parameters_under_autocast_are_sampled_in_bfloat16(tmp_path, lora):
+def test_fp32_parameters_under_autocast_are_sampled_in_bfloat16(tmp_path, lora, walker_class):
     trainer = make_trainer(tmp_path, lora=lora, bf16=True)
-    generation = attach_flex_rollouts(trainer)
+    generation = attach_flex_rollouts(trainer, walker_class=walker_class)
     assert generation.engine.walker.dtype == torch.bfloat16
     trainer.train()
     assert max(logged(trainer, LOGP_DIFFERENCE)) < 0.1

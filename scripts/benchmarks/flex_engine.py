@@ -970,14 +970,15 @@ class HFWalker:
     """Any Hugging Face decoder through its own forward, its attention replaced by `attend`.
 
     Correct for every architecture that calls its attention through AttentionInterface, and the reference of the written walkers. What
-    the layers are (heads, scale, window, soft cap) is seen in one probing forward.
+    the layers are (heads, scale, window, soft cap) is seen in one probing forward. A `dtype` other than the parameters' is autocast's.
     """
 
-    def __init__(self, model: torch.nn.Module):
+    def __init__(self, model: torch.nn.Module, dtype: torch.dtype | None = None):
         refuse_length_dependent_rope(model)
         self.model = model
-        parameter = next(model.parameters())
-        self.device, self.dtype = parameter.device, model.get_input_embeddings().weight.dtype
+        parameter, embedding = next(model.parameters()), model.get_input_embeddings().weight
+        self.device, self.dtype = parameter.device, dtype or embedding.dtype
+        self.is_autocast = self.dtype != embedding.dtype
         self.vocab_size = model.get_input_embeddings().weight.shape[0]
         self.specs = self._probe()
 
@@ -1013,7 +1014,8 @@ class HFWalker:
 
     def forward(self, tokens_T: Tensor, positions_T: Tensor, attend: Attend) -> Tensor | None:
         def attend_rotated(layer, q_THD, k_THD, v_THD, **_):
-            return attend.rotated(layer, q_THD, k_THD, v_THD)
+            # Under autocast q and k leave the rotation in fp32.
+            return attend.rotated(layer, q_THD.to(self.dtype), k_THD.to(self.dtype), v_THD.to(self.dtype))
 
         if attend.prefill:
             self._call(tokens_T, positions_T, attend_rotated)
@@ -1037,7 +1039,8 @@ class HFWalker:
             self.model.eval()
             for config, _ in before:
                 config._attn_implementation = HF_ATTENTION
-            yield
+            with torch.autocast(self.device.type, self.dtype) if self.is_autocast else contextlib.nullcontext():
+                yield
         finally:
             for config, implementation in before:
                 config._attn_implementation = implementation

@@ -201,13 +201,13 @@ def refuse_unsupported(trainer: GRPOTrainer) -> None:
 
 
 def make_walker(
-    model: torch.nn.Module, walker_class: type[Walker] | None, lora_mode: str | None, dtype: torch.dtype | None
+    model: torch.nn.Module, walker_class: type[Walker] | None, lora_mode: str | None, dtype: torch.dtype
 ) -> Walker:
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     if walker_class is None:
         fitting = (walker for walker in WALKERS if base.config.model_type in walker.model_types)
         walker_class = next(fitting, HFWalker)
-    return HFWalker(base) if walker_class is HFWalker else walker_class(model, dtype=dtype, lora_mode=lora_mode)
+    return HFWalker(base, dtype) if walker_class is HFWalker else walker_class(model, dtype=dtype, lora_mode=lora_mode)
 
 
 def training_dtype(trainer: GRPOTrainer, model: torch.nn.Module) -> torch.dtype:
