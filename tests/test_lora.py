@@ -10,13 +10,17 @@ from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+import flex_kernels
+import flex_linear
 import flex_lora
 import flex_lora_kernels as lk
+import flex_nf4
 import lora_adapters as la
 import lora_checks as lc
 import make_lora_adapter
 import tiny_models as tm
 from flex_engine import EngineConfig, FlexEngine, HFWalker, SamplingParams
+from flex_weights import Projection
 from gemma4_flex_inference import Gemma4Walker
 from numerics import engine_last_logits
 from qwen3_flex_inference import Qwen3Walker
@@ -665,10 +669,11 @@ def randn(*shape, dtype=torch.float32):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float32).to(DEVICE, dtype)
 
 
-def low_rank_inputs(T, sizes, R, dtype, scaled):
+def low_rank_inputs(T, sizes, R, dtype, scaled, splits=1):
     """y and xa are columns of one product, as `ActiveProjection` makes them."""
-    y, xa = randn(T, sum(sizes) + len(sizes) * R, dtype=dtype).tensor_split([sum(sizes)], dim=1)
-    return y, xa, randn(R, sum(sizes), dtype=dtype) * R**-0.5, randn(sum(sizes)) if scaled else None
+    N = sum(sizes)
+    both = randn(splits, T, N + len(sizes) * R, dtype=torch.float32 if splits > 1 else dtype) * splits**-0.5
+    return *both.tensor_split([N], dim=-1), randn(R, N, dtype=dtype) * R**-0.5, randn(N) if scaled else None
 
 
 def assert_near(actual, expected):
@@ -678,30 +683,85 @@ def assert_near(actual, expected):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
-@pytest.mark.parametrize("T, sizes, R", [(1, (64,), 16), (33, (100, 36, 36), 16), (5, (65, 200), 32), (40, (128, 64, 64), 64)])
+@pytest.mark.parametrize(
+    "T, sizes, R, splits",
+    [(1, (64,), 16, 1), (33, (100, 36, 36), 16, 1), (5, (65, 200), 32, 3), (3, (576,), 64, 2), (300, (64, 32), 16, 1)],
+)
 @pytest.mark.parametrize("scaled", [False, True])
-def test_add_low_rank(interpreter, T, sizes, R, scaled, dtype):
-    y, xa, b, scale = low_rank_inputs(T, sizes, R, dtype, scaled)
-    assert_near(lk.add_low_rank_triton(y, xa, b, sizes, scale), lk.add_low_rank_reference(y, xa, b, sizes, scale))
+def test_add_low_rank(interpreter, T, sizes, R, splits, scaled, dtype):
+    y, xa, b, scale = low_rank_inputs(T, sizes, R, dtype, scaled, splits)
+    for residual in (None, randn(T, sum(sizes) + 3, dtype=dtype)[:, 3:]):
+        actual, expected = (
+            op(y, xa, b, sizes, scale, residual) for op in (lk.add_low_rank_triton, lk.add_low_rank_reference)
+        )
+        assert_near(actual, expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
-@pytest.mark.parametrize("T, I, R, scaled", [(1, 64, 16, False), (33, 100, 32, True), (5, 129, 16, False)])
-def test_low_rank_silu_mul(interpreter, T, I, R, scaled, dtype):
-    y, xa, b, scale = low_rank_inputs(T, (I, I), R, dtype, scaled)
+@pytest.mark.parametrize("T, I, R, scaled, splits", [(1, 64, 16, False, 1), (33, 100, 32, True, 1), (5, 129, 16, False, 3)])
+def test_low_rank_gates(interpreter, T, I, R, scaled, splits, dtype):
+    y, xa, b, scale = low_rank_inputs(T, (I, I), R, dtype, scaled, splits)
     assert_near(lk.low_rank_silu_mul_triton(y, xa, b, scale), lk.low_rank_silu_mul_reference(y, xa, b, scale))
     assert_near(lk.low_rank_gelu_mul_triton(y, xa, b, scale), lk.low_rank_gelu_mul_reference(y, xa, b, scale))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, HALF])
-@pytest.mark.parametrize("T, N, R, scaled, splits", [(1, 64, 16, False, 1), (5, 100, 32, True, 1), (3, 576, 64, False, 3)])
-def test_low_rank_add_norm(interpreter, T, N, R, scaled, splits, dtype):
-    both = randn(splits, T, N + R, dtype=torch.float32 if splits > 1 else dtype) * splits**-0.5
-    y, xa = both.tensor_split([N], dim=-1)
-    b, scale = randn(R, N, dtype=dtype) * R**-0.5, randn(N) if scaled else None
-    rest = (randn(T, N + 3, dtype=dtype)[:, 3:], randn(N, dtype=dtype), 1e-6, scale)
-    for actual, expected in zip(lk.low_rank_add_norm_triton(y, xa, b, *rest), lk.low_rank_add_norm_reference(y, xa, b, *rest)):
-        assert_near(actual, expected)
+@pytest.mark.parametrize("T", [5, 70, 300])
+@pytest.mark.parametrize("kind", ["plain", "stacked", "stacked, bias", "NF4"])
+def test_active_projection_launches_kernels_over_every_base(interpreter, monkeypatch, kind, T):
+    """As on a GPU: few tokens by the skinny product, in splits of K or whole, more by cuBLAS; y and xA in one storage or two."""
+    for module in (flex_kernels, flex_linear, flex_nf4, lk):
+        monkeypatch.setattr(module, "use_triton", lambda x: True)
+    K, R, eps = 512 if kind.startswith("stacked") else 256, 16, 1e-6
+    for sizes in ([64], [64, 64]):
+        N, extra = sum(sizes), len(sizes) * R
+        weight, b = randn(N, K, dtype=HALF) * K**-0.5, randn(R, N, dtype=HALF) * R**-0.5
+        a = randn(extra, K, dtype=HALF) * K**-0.5
+        bias = randn(N, dtype=HALF) if "bias" in kind else None
+        stacked = base = None
+        if kind == "NF4":
+            codes = randn(N, K // 8).mul(2**29).int()
+            scales = randn(K // 64, N).abs() * K**-0.5
+            weight = flex_nf4.nf4_dequantize_reference(codes, scales, HALF)
+            base = flex_nf4.NF4Projection(codes, scales, HALF, None)
+        elif kind == "plain":
+            base = Projection(weight, None)
+        else:
+            storage = torch.cat([weight, a])
+            a = storage[N:]
+            stacked = Projection(storage, None if bias is None else torch.cat([bias, bias.new_zeros(extra)]))
+        product = flex_lora.ActiveProjection(a.unflatten(0, (len(sizes), R)), b, sizes, stacked, base)
+        x, residual, norm = randn(T, K, dtype=HALF), randn(T, N, dtype=HALF), randn(N, dtype=HALF)
+        deltas = [
+            scaled.float().T @ part.float() for scaled, part in zip(b.split(sizes, dim=1), a.unflatten(0, (len(sizes), R)))
+        ]
+        expected = nn.functional.linear(x.float(), weight.float() + torch.cat(deltas), None if bias is None else bias.float())
+        assert_near(product(x), expected.to(HALF))
+        normed = flex_kernels.rms_norm_reference(expected, norm.float(), eps, residual.float())
+        for actual, wanted in zip(product.add_norm(x, residual, norm, eps), normed):
+            assert_near(actual, wanted.to(HALF))
+        if len(sizes) == 2:
+            gate, up = expected.chunk(2, dim=-1)
+            assert_near(product.silu_gated(x), (nn.functional.silu(gate) * up).to(HALF))
+            assert_near(product.gelu_gated(x), (nn.functional.gelu(gate, approximate="tanh") * up).to(HALF))
+
+
+@pytest.mark.parametrize("out_dtype, source_dtype", [(HALF, torch.float32), (HALF, HALF), (torch.float32, torch.float32)])
+def test_copy_scaled(interpreter, out_dtype, source_dtype):
+    """Transposed rooms beside each other, as B has; rows of a storage, as A has; nothing around them is written."""
+    packed, expected = (torch.zeros(16, 300, dtype=out_dtype, device=DEVICE) for _ in range(2))
+
+    def rooms(storage):
+        return [storage[:, :100].T[:, :9], storage[:, 100:200].T[:, 9:16], storage[:9, 200:300], storage[9:12, 200:300]]
+
+    sources = [randn(*room.shape, dtype=source_dtype) for room in rooms(packed)]
+    scalings = [0.5, 2.0, 1.0, 1.0]
+    lk.copy_scaled_reference(rooms(expected), sources, scalings)
+    for _ in range(2):
+        lk.copy_scaled_triton(rooms(packed), sources, scalings)
+        torch.testing.assert_close(packed, expected)
+        packed.zero_()
+    lk.copy_scaled_triton(rooms(packed), [source.clone() for source in sources], [2 * scaling for scaling in scalings])
+    torch.testing.assert_close(packed, 2 * expected)
 
 
 @pytest.mark.parametrize(

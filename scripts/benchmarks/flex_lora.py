@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from operator import attrgetter
 
 import torch
@@ -27,10 +28,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import flex_linear
+from flex_kernels import rms_norm
 from flex_lora_kernels import (
     MAX_PARTS,
     add_low_rank,
-    low_rank_add_norm,
+    copy_scaled,
     low_rank_gelu_mul,
     low_rank_silu_mul,
     merge_low_rank,
@@ -40,6 +42,7 @@ from flex_nf4 import NF4Projection, float_weight, is_4bit
 from flex_weights import Embedding, Product, Projection, SharedWeights
 
 LORA_MODES = ("merged", "active")
+MAX_SPLITS = 4  # left to the low-rank kernel, each of whose tiles adds all splits of its x Aᵀ up
 
 
 # ------------------------------------------------------------------------------------------------- what PEFT put on a model
@@ -52,9 +55,14 @@ class Delta:
     layer: nn.Module
     adapter: str
 
-    @property
+    @cached_property
     def is_embedding(self) -> bool:
         return self.adapter in self.layer.lora_embedding_A
+
+    @cached_property
+    def linears(self) -> tuple[nn.Linear, nn.Linear]:
+        """PEFT's B and A. Others than these are another adapter, which `Adapters.changed` notices."""
+        return self.layer.lora_B[self.adapter], self.layer.lora_A[self.adapter]
 
     @property
     def scaling(self) -> float:
@@ -77,7 +85,8 @@ class Delta:
         """`left [rows, r]`, `right [r, columns]`: the weight's delta is scaling * left @ right."""
         if self.is_embedding:
             return self.layer.lora_embedding_A[self.adapter].data.T, self.layer.lora_embedding_B[self.adapter].data.T
-        return self.layer.lora_B[self.adapter].weight.data, self.layer.lora_A[self.adapter].weight.data
+        left, right = self.linears
+        return left.weight.data, right.weight.data
 
     def parameters(self) -> Iterator[nn.Parameter]:
         for name in self.layer.adapter_layer_names:
@@ -110,9 +119,14 @@ class Adapted:
     base: nn.Module
     deltas: list[Delta] = field(default_factory=list)
 
-    @property
+    @cached_property
     def dora(self) -> Delta | None:
         return next((delta for delta in self.deltas if delta.magnitude is not None), None)
+
+    @cached_property
+    def is_plain(self) -> bool:
+        """Whether the merged weight is base + scaling * B A and nothing else."""
+        return self.dora is None and not any(delta.transposed for delta in self.deltas)
 
     @property
     def has_own_bias(self) -> bool:
@@ -221,28 +235,23 @@ class ActiveProjection(Product):
         self.stacked, self.base = stacked, base
 
     def products(self, x_TK: Tensor) -> tuple[Tensor, Tensor]:
-        """x Wᵀ + b `[T, N]` and x Aᵀ `[T, P * R]`."""
+        """x Wᵀ + b `[S, T, N]` and x Aᵀ `[S, T, P * R]`, which the kernel that follows adds up over S."""
         if self.stacked is not None:
-            return self.stacked(x_TK).tensor_split([self.b_RN.shape[1]], dim=-1)
-        return self.base(x_TK), flex_linear.linear(x_TK, self.a_PRK.flatten(0, 1))
+            return self._stacked_products(x_TK).tensor_split([self.b_RN.shape[1]], dim=-1)
+        return self.base(x_TK)[None], flex_linear.linear(x_TK, self.a_PRK.flatten(0, 1))[None]
 
-    def split_products(self, x_TK: Tensor) -> tuple[Tensor, Tensor]:
-        """The same as sums `[S, T, N]` and `[S, T, R]` that are still to be added up."""
-        if self.stacked is not None and self.stacked.bias is None:
+    def _stacked_products(self, x_TK: Tensor) -> Tensor:
+        if self.stacked.bias is None:
             options = flex_linear.options_for(x_TK, self.stacked.weight)
-            if options is not None:
-                partial_STN = flex_linear.linear_splits_triton(x_TK, self.stacked.weight, options)
-                return partial_STN.tensor_split([self.b_RN.shape[1]], dim=-1)
-        y_TN, xa_TR = self.products(x_TK)
-        return y_TN[None], xa_TR[None]
+            if options is not None and 1 < options.split_k <= MAX_SPLITS:
+                return flex_linear.linear_splits_triton(x_TK, self.stacked.weight, options)
+        return self.stacked(x_TK)[None]
 
     def __call__(self, x_TK: Tensor) -> Tensor:
         return add_low_rank(*self.products(x_TK), self.b_RN, self.sizes, self.scale_N)
 
     def add_norm(self, x_TK: Tensor, residual_TN: Tensor, norm_N: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        if len(self.sizes) > 1:
-            return super().add_norm(x_TK, residual_TN, norm_N, eps)
-        return low_rank_add_norm(*self.split_products(x_TK), self.b_RN, residual_TN, norm_N, eps, self.scale_N)
+        return rms_norm(add_low_rank(*self.products(x_TK), self.b_RN, self.sizes, self.scale_N, residual_TN), norm_N, eps)
 
     def silu_gated(self, x_TK: Tensor) -> Tensor:
         return low_rank_silu_mul(*self.products(x_TK), self.b_RN, self.scale_N)
@@ -450,11 +459,9 @@ class Adapters:
                     "call unmerge_adapter() first"
                 )
         self._merge()
-        if self.rooms:
-            factors = [room.delta.factors() for room in self.rooms]
-            scaled = torch._foreach_mul([left for left, _ in factors], [room.delta.scaling for room in self.rooms])
-            torch._foreach_copy_([room.scaled for room in self.rooms], scaled)
-            torch._foreach_copy_([room.plain for room in self.rooms], [right for _, right in factors])
+        lefts, rights = zip(*(room.delta.factors() for room in self.rooms)) if self.rooms else ((), ())
+        copy_scaled([room.scaled for room in self.rooms], lefts, [room.delta.scaling for room in self.rooms])
+        copy_scaled([room.plain for room in self.rooms], rights, [1.0] * len(rights))
         for part, room in self.scales:
             room.copy_(part.dora.dora_scale(float_weight(part.base)))
         for part, room, scale in self.biases:
@@ -464,7 +471,7 @@ class Adapters:
         plain: list[list[tuple[Delta, Tensor, Tensor]]] = []
         for part, room in self.merges:
             base = part.base.weight.data
-            if part.dora or any(delta.transposed for delta in part.deltas):
+            if not part.is_plain:
                 for delta in part.deltas:
                     base = delta.merged_by_peft(base)
                 room.copy_(base)

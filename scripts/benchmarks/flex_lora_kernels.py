@@ -1,22 +1,26 @@
 """Triton kernels of the LoRA modes (flex_triton.py has the conventions).
 
 Shape suffixes besides: R rank (padded to a power of two of at least 16), P parts of a projection (q, k, v are three), S splits
-of a sum over the input features.
+of a sum over the input features, of y and of x Aᵀ each its own.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from flex_kernels import gelu_mul_reference, gelu_tanh, rms_norm, rms_norm_reference, silu_mul_reference
-from flex_triton import cdiv, jit, next_power_of_2, pdl_options, tl, use_triton, wait_for_inputs
+from flex_kernels import gelu_mul_reference, gelu_tanh, silu_mul_reference
+from flex_triton import cdiv, cuda_capability, jit, next_power_of_2, pdl_options, tl, use_triton, wait_for_inputs
 
 MAX_PARTS = 3
-MAX_FUSED_ROWS = 256
+MAX_DECODE_ROWS = 256
+SMS = 132  # of an H200
+MERGE_TILE = (128, 64, 16, 8)  # BLOCK_M, BLOCK_N, BLOCK_R, num_warps: 128 registers a thread, so two programs on an SM
 
 
 def padded_rank(rank: int) -> int:
@@ -28,74 +32,68 @@ def padded_rank(rank: int) -> int:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def add_low_rank(y_TN: Tensor, xa_TPR: Tensor, b_RN: Tensor, sizes: Sequence[int], scale_N: Tensor | None = None) -> Tensor:
-    """`y + xa_p B_pᵀ` for each part p of the row, times `scale_N` where given (DoRA); a new contiguous `[T, N]`.
+def add_low_rank(
+    y_STN: Tensor, xa_STPR: Tensor, b_RN: Tensor, sizes: Sequence[int], scale_N: Tensor | None = None,
+    residual_TN: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """`y + xa_p B_pᵀ` for each part p of the row, times `scale_N` where given (DoRA), plus `residual_TN`: `[T, N]` in B's dtype.
 
-    `sizes` are the parts' widths, at most 3; `xa_TPR` is `[T, P * R]`; `b_RN` has each output's own row of B as a column, with
-    the adapter's scaling folded in. y is rounded to its dtype before and after; the product and the sum are fp32, as PEFT's are.
+    `sizes` are the parts' widths, at most 3; `xa_STPR` is `[S, T, P * R]`; `b_RN` has each output's own row of B as a column,
+    with the adapter's scaling folded in. y and xa come rounded with S = 1, or as fp32 sums that are still to be added up. xa is
+    rounded to B's dtype, as PEFT's is; all else is fp32, and the sum is rounded once.
     """
-    run = add_low_rank_triton if use_triton(y_TN) else add_low_rank_reference
-    return run(y_TN, xa_TPR, b_RN, sizes, scale_N)
+    run = add_low_rank_triton if use_triton(y_STN) else add_low_rank_reference
+    return run(y_STN, xa_STPR, b_RN, sizes, scale_N, residual_TN)
 
 
-def add_low_rank_reference(y_TN, xa_TPR, b_RN, sizes, scale_N=None) -> Tensor:
-    parts = zip(xa_TPR.float().split(b_RN.shape[0], dim=1), b_RN.float().split(list(sizes), dim=1))
-    total_TN = y_TN.float() + torch.cat([xa_TR @ part_RN for xa_TR, part_RN in parts], dim=1)
-    return (total_TN if scale_N is None else total_TN * scale_N).to(y_TN.dtype)
+def add_low_rank_reference(y_STN, xa_STPR, b_RN, sizes, scale_N=None, residual_TN=None) -> Tensor:
+    xa_TPR = xa_STPR.float().sum(0).to(b_RN.dtype).float()
+    parts = zip(xa_TPR.split(b_RN.shape[0], dim=1), b_RN.float().split(list(sizes), dim=1))
+    total_TN = y_STN.float().sum(0) + torch.cat([xa_TR @ part_RN for xa_TR, part_RN in parts], dim=1)
+    if scale_N is not None:
+        total_TN = total_TN * scale_N
+    return (total_TN if residual_TN is None else total_TN + residual_TN.float()).to(b_RN.dtype)
 
 
-def low_rank_silu_mul(y_TN: Tensor, xa_TPR: Tensor, b_RN: Tensor, scale_N: Tensor | None = None) -> Tensor:
+def low_rank_silu_mul(y_STN: Tensor, xa_STPR: Tensor, b_RN: Tensor, scale_N: Tensor | None = None) -> Tensor:
     """`silu_mul(add_low_rank(...))` for [gate | up]: `[T, N / 2]`."""
-    run = low_rank_silu_mul_triton if use_triton(y_TN) else low_rank_silu_mul_reference
-    return run(y_TN, xa_TPR, b_RN, scale_N)
+    run = low_rank_silu_mul_triton if use_triton(y_STN) else low_rank_silu_mul_reference
+    return run(y_STN, xa_STPR, b_RN, scale_N)
 
 
-def low_rank_silu_mul_reference(y_TN, xa_TPR, b_RN, scale_N=None) -> Tensor:
-    return silu_mul_reference(add_low_rank_reference(y_TN, xa_TPR, b_RN, [y_TN.shape[1] // 2] * 2, scale_N))
+def low_rank_silu_mul_reference(y_STN, xa_STPR, b_RN, scale_N=None) -> Tensor:
+    return silu_mul_reference(add_low_rank_reference(y_STN, xa_STPR, b_RN, [b_RN.shape[1] // 2] * 2, scale_N))
 
 
-def low_rank_gelu_mul(y_TN: Tensor, xa_TPR: Tensor, b_RN: Tensor, scale_N: Tensor | None = None) -> Tensor:
+def low_rank_gelu_mul(y_STN: Tensor, xa_STPR: Tensor, b_RN: Tensor, scale_N: Tensor | None = None) -> Tensor:
     """The same with gelu in its tanh approximation."""
-    run = low_rank_gelu_mul_triton if use_triton(y_TN) else low_rank_gelu_mul_reference
-    return run(y_TN, xa_TPR, b_RN, scale_N)
+    run = low_rank_gelu_mul_triton if use_triton(y_STN) else low_rank_gelu_mul_reference
+    return run(y_STN, xa_STPR, b_RN, scale_N)
 
 
-def low_rank_gelu_mul_reference(y_TN, xa_TPR, b_RN, scale_N=None) -> Tensor:
-    gate_up_TN = add_low_rank_reference(y_TN, xa_TPR, b_RN, [y_TN.shape[1] // 2] * 2, scale_N)
+def low_rank_gelu_mul_reference(y_STN, xa_STPR, b_RN, scale_N=None) -> Tensor:
+    gate_up_TN = add_low_rank_reference(y_STN, xa_STPR, b_RN, [b_RN.shape[1] // 2] * 2, scale_N)
     return gelu_mul_reference(*gate_up_TN.chunk(2, dim=-1))
-
-
-def low_rank_add_norm(
-    y_STN: Tensor, xa_STR: Tensor, b_RN: Tensor, residual_TN: Tensor, norm_N: Tensor, eps: float, scale_N: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """`rms_norm(add_low_rank(...), norm, eps, residual)` of a projection of one part -> (normed_TN, total_TN).
-
-    The product comes as fp32 sums of S splits, or rounded with S = 1.
-    """
-    if not use_triton(y_STN):
-        return low_rank_add_norm_reference(y_STN, xa_STR, b_RN, residual_TN, norm_N, eps, scale_N)
-    if len(residual_TN) > MAX_FUSED_ROWS:  # a program per row would read B once for each row
-        y_TN, xa_TR = (x.sum(0).to(residual_TN.dtype) if len(x) > 1 else x[0] for x in (y_STN, xa_STR))
-        return rms_norm(add_low_rank_triton(y_TN, xa_TR, b_RN, [y_TN.shape[1]], scale_N), norm_N, eps, residual_TN)
-    return low_rank_add_norm_triton(y_STN, xa_STR, b_RN, residual_TN, norm_N, eps, scale_N)
-
-
-def low_rank_add_norm_reference(y_STN, xa_STR, b_RN, residual_TN, norm_N, eps, scale_N=None) -> tuple[Tensor, Tensor]:
-    total_TN = add_low_rank_reference(y_STN.sum(0), xa_STR.sum(0), b_RN, [y_STN.shape[2]], scale_N)
-    return rms_norm_reference(total_TN.to(residual_TN.dtype), norm_N, eps, residual_TN)
 
 
 @jit
 def _low_rank_tile(
-    y_ptr, xa_ptr, b_ptr, scale_ptr, rows, row_mask, cols, col_mask, part, y_stride, xa_stride, b_stride,
-    R: tl.constexpr, HAS_SCALE: tl.constexpr,
+    y_ptr, xa_ptr, b_ptr, scale_ptr, rows, row_mask, cols, col_mask, part, y_split_stride, y_stride, xa_split_stride, xa_stride,
+    b_stride, R: tl.constexpr, Y_SPLITS: tl.constexpr, XA_SPLITS: tl.constexpr, HAS_SCALE: tl.constexpr,
 ):
     """y + xa B of a tile that lies in one part, fp32."""
     ranks = tl.arange(0, R)
-    xa = tl.load(xa_ptr + rows[:, None] * xa_stride + (part * R + ranks)[None, :], mask=row_mask[:, None], other=0.0)
+    mask = row_mask[:, None] & col_mask[None, :]
+    y_ptrs = y_ptr + rows[:, None] * y_stride + cols[None, :]
+    y = tl.load(y_ptrs, mask=mask, other=0.0).to(tl.float32)
+    xa_ptrs = xa_ptr + rows[:, None] * xa_stride + (part * R + ranks)[None, :]
+    xa = tl.load(xa_ptrs, mask=row_mask[:, None], other=0.0).to(tl.float32)
     b = tl.load(b_ptr + ranks[:, None] * b_stride + cols[None, :], mask=col_mask[None, :], other=0.0)
-    y = tl.load(y_ptr + rows[:, None] * y_stride + cols[None, :], mask=row_mask[:, None] & col_mask[None, :], other=0.0)
-    total = y.to(tl.float32) + tl.dot(xa, b, input_precision="ieee")
+    for split in tl.static_range(1, Y_SPLITS):
+        y += tl.load(y_ptrs + split * y_split_stride, mask=mask, other=0.0).to(tl.float32)
+    for split in tl.static_range(1, XA_SPLITS):
+        xa += tl.load(xa_ptrs + split * xa_split_stride, mask=row_mask[:, None], other=0.0).to(tl.float32)
+    total = y + tl.dot(xa.to(b.dtype), b, input_precision="ieee")
     if HAS_SCALE:
         total *= tl.load(scale_ptr + cols, mask=col_mask, other=0.0)[None, :]
     return total
@@ -103,8 +101,10 @@ def _low_rank_tile(
 
 @jit
 def _add_low_rank_kernel(
-    y_ptr, xa_ptr, b_ptr, scale_ptr, out_ptr, T, y_stride, xa_stride, b_stride, n0, n1, n2,
-    R: tl.constexpr, HAS_SCALE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
+    y_ptr, xa_ptr, b_ptr, scale_ptr, residual_ptr, out_ptr, T, y_split_stride, y_stride, xa_split_stride, xa_stride, b_stride,
+    residual_stride, n0, n1, n2,
+    R: tl.constexpr, Y_SPLITS: tl.constexpr, XA_SPLITS: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
 ):
     wait_for_inputs(PDL)
     # No tile spans two parts: the grid is the parts' tiles one after another.
@@ -121,18 +121,23 @@ def _add_low_rank_kernel(
     rows = (tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
     cols = start + tile * BLOCK_N + tl.arange(0, BLOCK_N)
     row_mask, col_mask = rows < T, cols < end
+    mask = row_mask[:, None] & col_mask[None, :]
+    if HAS_RESIDUAL:  # asked for with the rest
+        residual = tl.load(residual_ptr + rows[:, None] * residual_stride + cols[None, :], mask=mask, other=0.0)
     total = _low_rank_tile(
-        y_ptr, xa_ptr, b_ptr, scale_ptr, rows, row_mask, cols, col_mask, part, y_stride, xa_stride, b_stride, R, HAS_SCALE
-    )
-    out_ptrs = out_ptr + rows[:, None] * (n0 + n1 + n2) + cols[None, :]
-    tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=row_mask[:, None] & col_mask[None, :])
+        y_ptr, xa_ptr, b_ptr, scale_ptr, rows, row_mask, cols, col_mask, part, y_split_stride, y_stride, xa_split_stride,
+        xa_stride, b_stride, R, Y_SPLITS, XA_SPLITS, HAS_SCALE,
+    )  # fmt: skip
+    if HAS_RESIDUAL:
+        total += residual.to(tl.float32)
+    tl.store(out_ptr + rows[:, None] * (n0 + n1 + n2) + cols[None, :], total.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @jit
 def _low_rank_gate_kernel(
-    y_ptr, xa_ptr, b_ptr, scale_ptr, out_ptr, T, I, y_stride, xa_stride, b_stride,
-    R: tl.constexpr, GELU: tl.constexpr, HAS_SCALE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
-    PDL: tl.constexpr,
+    y_ptr, xa_ptr, b_ptr, scale_ptr, out_ptr, T, I, y_split_stride, y_stride, xa_split_stride, xa_stride, b_stride,
+    R: tl.constexpr, Y_SPLITS: tl.constexpr, XA_SPLITS: tl.constexpr, GELU: tl.constexpr, HAS_SCALE: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
 ):
     wait_for_inputs(PDL)
     dtype = out_ptr.dtype.element_ty
@@ -140,11 +145,12 @@ def _low_rank_gate_kernel(
     cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     row_mask, col_mask = rows < T, cols < I
     gate = _low_rank_tile(
-        y_ptr, xa_ptr, b_ptr, scale_ptr, rows, row_mask, cols, col_mask, 0, y_stride, xa_stride, b_stride, R, HAS_SCALE
-    )
+        y_ptr, xa_ptr, b_ptr, scale_ptr, rows, row_mask, cols, col_mask, 0, y_split_stride, y_stride, xa_split_stride, xa_stride,
+        b_stride, R, Y_SPLITS, XA_SPLITS, HAS_SCALE,
+    )  # fmt: skip
     up = _low_rank_tile(
         y_ptr + I, xa_ptr, b_ptr + I, scale_ptr + I if HAS_SCALE else scale_ptr, rows, row_mask, cols, col_mask, 1,
-        y_stride, xa_stride, b_stride, R, HAS_SCALE,
+        y_split_stride, y_stride, xa_split_stride, xa_stride, b_stride, R, Y_SPLITS, XA_SPLITS, HAS_SCALE,
     )  # fmt: skip
     gate = gate.to(dtype).to(tl.float32)
     if GELU:
@@ -156,104 +162,154 @@ def _low_rank_gate_kernel(
     tl.store(out_ptr + rows[:, None] * I + cols[None, :], out, mask=row_mask[:, None] & col_mask[None, :])
 
 
-@jit
-def _low_rank_add_norm_kernel(
-    y_ptr, xa_ptr, b_ptr, scale_ptr, residual_ptr, norm_ptr, out_ptr, total_ptr, eps,
-    y_split_stride, y_stride, b_stride, residual_stride,
-    N: tl.constexpr, R: tl.constexpr, SPLITS: tl.constexpr, HAS_SCALE: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    wait_for_inputs(PDL)
-    dtype = out_ptr.dtype.element_ty
-    row = tl.program_id(0).to(tl.int64)
-    cols = tl.arange(0, BLOCK)
-    mask = cols < N
-    residual = tl.load(residual_ptr + row * residual_stride + cols, mask=mask, other=0.0).to(tl.float32)
-    norm = tl.load(norm_ptr + cols, mask=mask, other=0.0).to(tl.float32)
-    y = tl.zeros((BLOCK,), tl.float32)
-    for split in tl.static_range(SPLITS):
-        y += tl.load(y_ptr + split * y_split_stride + row * y_stride + cols, mask=mask, other=0.0).to(tl.float32)
-    for first in range(0, R, UNROLL):
-        for i in tl.static_range(UNROLL):
-            xa = 0.0
-            for split in tl.static_range(SPLITS):
-                xa += tl.load(xa_ptr + split * y_split_stride + row * y_stride + first + i).to(tl.float32)
-            y += xa * tl.load(b_ptr + (first + i) * b_stride + cols, mask=mask, other=0.0).to(tl.float32)
-    if HAS_SCALE:
-        y *= tl.load(scale_ptr + cols, mask=mask, other=0.0)
-    total = (y.to(dtype).to(tl.float32) + residual).to(dtype)
-    tl.store(total_ptr + row * N + cols, total, mask=mask)
-    total = total.to(tl.float32)
-    normed = (total * tl.rsqrt(tl.sum(total * total) / N + eps)).to(dtype).to(tl.float32)
-    tl.store(out_ptr + row * N + cols, (normed * norm).to(dtype), mask=mask)
-
-
-def _check(y_TN: Tensor, xa_TPR: Tensor, b_RN: Tensor, sizes: Sequence[int]) -> None:
+def _check(y_STN: Tensor, xa_STPR: Tensor, b_RN: Tensor, sizes: Sequence[int]) -> None:
     R, N = b_RN.shape
-    assert y_TN.stride(1) == xa_TPR.stride(1) == b_RN.stride(1) == 1 and padded_rank(R) == R
-    assert len(sizes) <= MAX_PARTS and sum(sizes) == N == y_TN.shape[1] and xa_TPR.shape[1] == len(sizes) * R
+    assert y_STN.stride(2) == xa_STPR.stride(2) == b_RN.stride(1) == 1 and padded_rank(R) == R
+    assert len(sizes) <= MAX_PARTS and sum(sizes) == N == y_STN.shape[2]
+    assert xa_STPR.shape[1:] == (y_STN.shape[1], len(sizes) * R)
 
 
-def _tile(T: int) -> tuple[int, int]:
+def _tile(T: int, N: int) -> tuple[int, int]:
     """(BLOCK_T, BLOCK_N). A decode step is bound by latency: small tiles, so that every SM has some."""
-    return (32, 64) if T <= MAX_FUSED_ROWS else (64, 128)
+    if T > MAX_DECODE_ROWS:
+        return 64, 128
+    return (32 if T > 16 and T * N >= SMS * 32 * 64 else 16), 64
 
 
-def add_low_rank_triton(y_TN, xa_TPR, b_RN, sizes, scale_N=None) -> Tensor:
-    _check(y_TN, xa_TPR, b_RN, sizes)
-    T, N = y_TN.shape
-    out_TN = torch.empty((T, N), dtype=y_TN.dtype, device=y_TN.device)
+def _strides(y_STN: Tensor, xa_STPR: Tensor, b_RN: Tensor) -> tuple[int, ...]:
+    return *y_STN.stride()[:2], *xa_STPR.stride()[:2], b_RN.stride(0)
+
+
+def add_low_rank_triton(y_STN, xa_STPR, b_RN, sizes, scale_N=None, residual_TN=None) -> Tensor:
+    _check(y_STN, xa_STPR, b_RN, sizes)
+    _, T, N = y_STN.shape
+    assert residual_TN is None or (residual_TN.shape == (T, N) and residual_TN.stride(1) == 1)
+    out_TN = torch.empty((T, N), dtype=b_RN.dtype, device=y_STN.device)
     if T:
-        block_t, block_n = _tile(T)
+        block_t, block_n = _tile(T, N)
         _add_low_rank_kernel[sum(cdiv(size, block_n) for size in sizes), cdiv(T, block_t)](
-            y_TN, xa_TPR, b_RN, scale_N, out_TN, T, y_TN.stride(0), xa_TPR.stride(0), b_RN.stride(0),
-            *sizes, *[0] * (MAX_PARTS - len(sizes)),
-            R=b_RN.shape[0], HAS_SCALE=scale_N is not None, BLOCK_T=block_t, BLOCK_N=block_n, num_warps=4, **pdl_options(T),
+            y_STN, xa_STPR, b_RN, scale_N, residual_TN, out_TN, T, *_strides(y_STN, xa_STPR, b_RN),
+            0 if residual_TN is None else residual_TN.stride(0), *sizes, *[0] * (MAX_PARTS - len(sizes)),
+            R=b_RN.shape[0], Y_SPLITS=len(y_STN), XA_SPLITS=len(xa_STPR), HAS_SCALE=scale_N is not None,
+            HAS_RESIDUAL=residual_TN is not None, BLOCK_T=block_t, BLOCK_N=block_n, num_warps=4, **pdl_options(T),
         )  # fmt: skip
     return out_TN
 
 
-def low_rank_silu_mul_triton(y_TN, xa_TPR, b_RN, scale_N=None) -> Tensor:
-    return _low_rank_gate(y_TN, xa_TPR, b_RN, scale_N, gelu=False)
+def low_rank_silu_mul_triton(y_STN, xa_STPR, b_RN, scale_N=None) -> Tensor:
+    return _low_rank_gate(y_STN, xa_STPR, b_RN, scale_N, gelu=False)
 
 
-def low_rank_gelu_mul_triton(y_TN, xa_TPR, b_RN, scale_N=None) -> Tensor:
-    return _low_rank_gate(y_TN, xa_TPR, b_RN, scale_N, gelu=True)
+def low_rank_gelu_mul_triton(y_STN, xa_STPR, b_RN, scale_N=None) -> Tensor:
+    return _low_rank_gate(y_STN, xa_STPR, b_RN, scale_N, gelu=True)
 
 
-def _low_rank_gate(y_TN: Tensor, xa_TPR: Tensor, b_RN: Tensor, scale_N: Tensor | None, gelu: bool) -> Tensor:
-    T, I = y_TN.shape[0], y_TN.shape[1] // 2
-    _check(y_TN, xa_TPR, b_RN, [I, I])
-    out_TI = torch.empty((T, I), dtype=y_TN.dtype, device=y_TN.device)
+def _low_rank_gate(y_STN: Tensor, xa_STPR: Tensor, b_RN: Tensor, scale_N: Tensor | None, gelu: bool) -> Tensor:
+    T, I = y_STN.shape[1], y_STN.shape[2] // 2
+    _check(y_STN, xa_STPR, b_RN, [I, I])
+    out_TI = torch.empty((T, I), dtype=b_RN.dtype, device=y_STN.device)
     if T:
-        block_t, block_n = _tile(T)
+        block_t, block_n = _tile(T, I)
         _low_rank_gate_kernel[cdiv(I, block_n), cdiv(T, block_t)](
-            y_TN, xa_TPR, b_RN, scale_N, out_TI, T, I, y_TN.stride(0), xa_TPR.stride(0), b_RN.stride(0),
-            R=b_RN.shape[0], GELU=gelu, HAS_SCALE=scale_N is not None, BLOCK_T=block_t, BLOCK_N=block_n, num_warps=4,
-            **pdl_options(T),
+            y_STN, xa_STPR, b_RN, scale_N, out_TI, T, I, *_strides(y_STN, xa_STPR, b_RN),
+            R=b_RN.shape[0], Y_SPLITS=len(y_STN), XA_SPLITS=len(xa_STPR), GELU=gelu, HAS_SCALE=scale_N is not None,
+            BLOCK_T=block_t, BLOCK_N=block_n, num_warps=4, **pdl_options(T),
         )  # fmt: skip
     return out_TI
 
 
-def low_rank_add_norm_triton(y_STN, xa_STR, b_RN, residual_TN, norm_N, eps, scale_N=None) -> tuple[Tensor, Tensor]:
-    S, T, N = y_STN.shape
-    _check(y_STN[0], xa_STR[0], b_RN, [N])
-    assert residual_TN.stride(1) == 1 and xa_STR.stride() == y_STN.stride()
-    out_TN, total_TN = torch.empty((2, T, N), dtype=residual_TN.dtype, device=residual_TN.device)
-    if T:
-        block = next_power_of_2(N)
-        _low_rank_add_norm_kernel[(T,)](
-            y_STN, xa_STR, b_RN, scale_N, residual_TN, norm_N, out_TN, total_TN, eps,
-            y_STN.stride(0), y_STN.stride(1), b_RN.stride(0), residual_TN.stride(0),
-            N=N, R=b_RN.shape[0], SPLITS=S, HAS_SCALE=scale_N is not None, BLOCK=block, UNROLL=8,
-            num_warps=min(max(block // 512, 1), 16), **pdl_options(T),
+# ---------------------------------------------------------------------------------------------------------------------
+# Bringing up to date: many small matrices in a few launches, so that a refresh is bound by memory and not by launches
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Jobs:
+    """Tensors of one kind (shapes, strides, dtypes): one launch."""
+
+    members: list[int]
+    pointers: Tensor  # int64 [tensors of a job, jobs]
+    scalings: Tensor  # fp32 [jobs]
+    aligned: bool
+
+    @property
+    def table(self) -> tuple[Tensor, Tensor, int]:
+        return self.pointers, self.scalings, len(self.members)
+
+
+def _jobs(columns: Sequence[Sequence[Tensor]], scalings: Sequence[float]) -> list[Jobs]:
+    """Jobs `(tensor of each column, scaling)` by kind."""
+    described = tuple(tuple((t.data_ptr(), t.dtype, t.shape, t.stride()) for t in column) for column in columns)
+    return _described_jobs(described, tuple(scalings), columns[0][0].device)
+
+
+@lru_cache(maxsize=8)  # a refresh asks the same again while nothing has moved
+def _described_jobs(columns: tuple, scalings: tuple[float, ...], device: torch.device) -> list[Jobs]:
+    kinds: dict[tuple, list[int]] = defaultdict(list)
+    for i, tensors in enumerate(zip(*columns)):
+        kinds[tuple(tensor[1:] for tensor in tensors)].append(i)
+    jobs = []
+    for members in kinds.values():
+        addresses = [[column[i][0] for i in members] for column in columns]
+        jobs.append(
+            Jobs(
+                members,
+                torch.tensor(addresses, dtype=torch.int64, device=device),
+                torch.tensor([scalings[i] for i in members], dtype=torch.float32, device=device),
+                all(address % 16 == 0 for row in addresses for address in row),
+            )
+        )
+    return jobs
+
+
+def _on_gpu(*columns: Sequence[Tensor]) -> bool:
+    return bool(columns[0]) and all(use_triton(tensor) for column in columns for tensor in column)
+
+
+def _dtype(tensor: Tensor):
+    return getattr(tl, str(tensor.dtype).removeprefix("torch."))
+
+
+def copy_scaled(outs: Sequence[Tensor], sources: Sequence[Tensor], scalings: Sequence[float]) -> None:
+    """`outs[i] = scalings[i] * sources[i]`, multiplied in fp32, rounded once: matrices of any shapes, strides, float dtypes."""
+    run = copy_scaled_triton if _on_gpu(outs, sources) else copy_scaled_reference
+    run(outs, sources, scalings)
+
+
+def copy_scaled_reference(outs, sources, scalings) -> None:
+    for out, source, scaling in zip(outs, sources, scalings):
+        out.copy_(source.float() * scaling)
+
+
+@jit
+def _copy_scaled_kernel(
+    pointers_ptr, scalings_ptr, jobs, M, N, out_stride_m, out_stride_n, source_stride_m, source_stride_n,
+    OUT: tl.constexpr, SOURCE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):
+    job = tl.program_id(1)
+    out_ptr = tl.load(pointers_ptr + job).to(tl.pointer_type(OUT))
+    source_ptr = tl.load(pointers_ptr + jobs + job).to(tl.pointer_type(SOURCE))
+    if ALIGNED:
+        out_ptr, source_ptr = tl.multiple_of(out_ptr, 16), tl.multiple_of(source_ptr, 16)
+    tiles_n = tl.cdiv(N, BLOCK_N)
+    rows = (tl.program_id(0) // tiles_n * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
+    cols = (tl.program_id(0) % tiles_n * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
+    mask = (rows < M)[:, None] & (cols < N)[None, :]
+    source = tl.load(source_ptr + rows[:, None] * source_stride_m + cols[None, :] * source_stride_n, mask=mask, other=0.0)
+    total = source.to(tl.float32) * tl.load(scalings_ptr + job)
+    tl.store(out_ptr + rows[:, None] * out_stride_m + cols[None, :] * out_stride_n, total.to(OUT), mask=mask)
+
+
+def copy_scaled_triton(outs, sources, scalings) -> None:
+    for jobs in _jobs((outs, sources), scalings):
+        out, source = outs[jobs.members[0]], sources[jobs.members[0]]
+        M, N = out.shape
+        block_n = min(next_power_of_2(N), 128)
+        block_m = min(next_power_of_2(M), 4096 // block_n)
+        _copy_scaled_kernel[cdiv(M, block_m) * cdiv(N, block_n), len(jobs.members)](
+            *jobs.table, M, N, *out.stride(), *source.stride(),
+            OUT=_dtype(out), SOURCE=_dtype(source), ALIGNED=jobs.aligned, BLOCK_M=block_m, BLOCK_N=block_n, num_warps=4,
         )  # fmt: skip
-    return out_TN, total_TN
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Merging: out = base + scaling * left @ right, for many weights at once
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 def merge_low_rank(
@@ -261,10 +317,9 @@ def merge_low_rank(
 ) -> None:
     """`outs[i] = bases[i] + scalings[i] * lefts[i] @ rights[i]`, in fp32 and rounded once, as PEFT merges fp32 A and B.
 
-    `[M, N] = [M, N] + [M, r] @ [r, N]`, of any shapes and floating dtypes; `outs[i]` may be `bases[i]`. Weights of one kind
-    (shape, dtype, strides) are one launch, so that a refresh of a whole model is bound by memory and not by launches.
+    `[M, N] = [M, N] + [M, r] @ [r, N]`, of any shapes and floating dtypes; `outs[i]` may be `bases[i]`.
     """
-    run = merge_low_rank_triton if outs and use_triton(outs[0]) else merge_low_rank_reference
+    run = merge_low_rank_triton if _on_gpu(outs, bases, lefts, rights) else merge_low_rank_reference
     run(outs, bases, lefts, rights, scalings)
 
 
@@ -276,7 +331,7 @@ def merge_low_rank_reference(outs, bases, lefts, rights, scalings) -> None:
 @jit
 def _merge_low_rank_kernel(
     pointers_ptr, scalings_ptr, jobs, M, N, rank, out_stride, base_stride, left_stride, left_stride_r, right_stride_r, right_stride,
-    OUT: tl.constexpr, BASE: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, ALIGNED: tl.constexpr,
+    OUT: tl.constexpr, BASE: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, ALIGNED: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
 ):
     job = tl.program_id(1)
@@ -306,33 +361,25 @@ def _merge_low_rank_kernel(
             right_ptr + ranks[:, None] * right_stride_r + cols[None, :] * right_stride,
             mask=rank_mask[:, None] & col_mask[None, :], other=0.0,
         )  # fmt: skip
-        # Three tf32 products carry fp32's bits and run on the tensor cores; fp32 dots would outlast the memory traffic.
         if LEFT == RIGHT and LEFT != tl.float32:
             delta = tl.dot(left, right, delta)
         else:
-            delta = tl.dot(left.to(tl.float32), right.to(tl.float32), delta, input_precision="tf32x3")
+            delta = tl.dot(left.to(tl.float32), right.to(tl.float32), delta, input_precision=PRECISION)
     total = base.to(tl.float32) + tl.load(scalings_ptr + job) * delta
     tl.store(out_ptr + rows[:, None] * out_stride + cols[None, :], total.to(OUT), mask=mask)
 
 
-def merge_low_rank_triton(outs, bases, lefts, rights, scalings) -> None:
-    kinds: dict[tuple, list[int]] = defaultdict(list)
-    for i, tensors in enumerate(zip(outs, bases, lefts, rights)):
-        assert tensors[0].stride(1) == tensors[1].stride(1) == 1
-        kinds[tuple((t.shape, t.stride(), t.dtype) for t in tensors)].append(i)
-    dtypes = {getattr(torch, name): getattr(tl, name) for name in ("float32", "float16", "bfloat16")}
-    for members in kinds.values():
-        tensors = [[kind[i] for i in members] for kind in (outs, bases, lefts, rights)]
-        addresses = [[t.data_ptr() for t in kind] for kind in tensors]
-        out, base, left, right = (kind[0] for kind in tensors)
-        (M, N), device = out.shape, out.device
-        block_m = block_n = 64  # 128 registers a thread: four programs on an SM hide each other's loads
-        grid = (cdiv(M, block_m) * cdiv(N, block_n), len(members))
-        _merge_low_rank_kernel[grid](
-            torch.tensor(addresses, dtype=torch.int64, device=device),
-            torch.tensor([scalings[i] for i in members], dtype=torch.float32, device=device),
-            len(members), M, N, left.shape[1], out.stride(0), base.stride(0), *left.stride(), *right.stride(),
-            OUT=dtypes[out.dtype], BASE=dtypes[base.dtype], LEFT=dtypes[left.dtype], RIGHT=dtypes[right.dtype],
-            ALIGNED=all(address % 16 == 0 for kind in addresses for address in kind),
-            BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_R=16, num_warps=4, num_stages=1,
+def merge_low_rank_triton(outs, bases, lefts, rights, scalings, tile: tuple[int, int, int, int] = MERGE_TILE) -> None:
+    for jobs in _jobs((outs, bases, lefts, rights), scalings):
+        out, base, left, right = (column[jobs.members[0]] for column in (outs, bases, lefts, rights))
+        assert out.stride(1) == base.stride(1) == 1
+        M, N = out.shape
+        block_m, block_n, block_r, num_warps = tile
+        # Three bfloat16 parts of each factor and six products of them keep fp32's bits, which a small sum of large terms needs,
+        # on the tensor cores. fp32 dots would outlast the memory traffic. Triton's interpreter has no such product.
+        precision = "bf16x6" if cuda_capability() >= 80 else "ieee"
+        _merge_low_rank_kernel[cdiv(M, block_m) * cdiv(N, block_n), len(jobs.members)](
+            *jobs.table, M, N, left.shape[1], out.stride(0), base.stride(0), *left.stride(), *right.stride(),
+            OUT=_dtype(out), BASE=_dtype(base), LEFT=_dtype(left), RIGHT=_dtype(right), ALIGNED=jobs.aligned,
+            PRECISION=precision, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_R=block_r, num_warps=num_warps, num_stages=1,
         )  # fmt: skip
