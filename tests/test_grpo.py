@@ -457,7 +457,7 @@ DRIVERS = ("flex", "naive", "tpaged", "vllm")
 
 @pytest.fixture(scope="module")
 def tiny_config(tmp_path_factory):
-    config = tiny_models.llama(intermediate_size=128).config.to_dict() | {"eos_token_id": 319}
+    config = tiny_models.llama(hidden_size=192, intermediate_size=128).config.to_dict() | {"eos_token_id": 319}
     path = tmp_path_factory.mktemp("config") / "tiny.json"
     path.write_text(json.dumps(config))
     return path
@@ -494,6 +494,22 @@ def test_two_steps_of_a_driver(name, tiny_config, tmp_path):
     assert all(rollout < step for rollout, step in zip(stats.rollout_wall_s, stats.step_wall_s))
     assert (stats.logp_difference[0] is not None) == (name == "flex")
     assert stats.max_completion_length == common.SUM_TOKENS and stats.max_prompt_length == 17
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--lora_rank 0 --beta 0.1",
+        "--load_in_4bit --dtype bfloat16 --bf16",
+        "--walker hf --gradient_checkpointing",
+        "--lora_mode merged --temperature 0.1 --top_p 0.97 --min_p 0.5 --top_k 5",
+        "--model_name gemma-4-tiny --no-sleep --max_batch_size 4",
+        "--task word_problems --chat_template grpo --max_completion_length 5",
+    ],
+)
+def test_flags_of_the_flex_driver(flags, tiny_config, tmp_path):
+    stats = two_steps("flex", tiny_config, tmp_path, *flags.split())
+    assert stats.finished and all(difference < 0.1 for difference in stats.logp_difference)
 
 
 def test_vllm_driver_says_what_is_missing(monkeypatch, tiny_config, tmp_path):

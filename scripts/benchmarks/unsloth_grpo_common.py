@@ -64,6 +64,7 @@ from prompts import (
     parse_answer,
     read_prompts_file,
 )
+from written_walkers import text_model
 
 if TYPE_CHECKING:
     from trl import GRPOTrainer
@@ -398,7 +399,8 @@ def make_trainer(args: argparse.Namespace, stats_callback: StepTimer, needs_file
 
     if args.load_in_4bit and args.lora_rank == 0:
         fail("--load_in_4bit trains an adapter only: --lora_rank must be above 0")
-    model, tokenizer = load_model(args)
+    loaded, tokenizer = load_model(args)
+    model = text_model(loaded)
     if needs_files or (args.lora_rank == 0 and args.beta > 0):
         local_checkpoint(args, model, tokenizer)
     task = make_task(args)
@@ -540,45 +542,53 @@ def print_summary(stats: GRPOStats) -> None:
 # -------------------------------------------------------------------------------------------------------------- torch.compile
 
 
-def compile_training(trainer: GRPOTrainer, args: argparse.Namespace) -> Callable[[], dict[str, object]]:
-    """Compiles the forwards of policy and reference model, outside of generation. A compiler that fails leaves the model eager.
+@dataclass
+class CompiledForwards:
+    """The forwards of policy and reference model, compiled for training and eager while generating. One that the compiler fails on
+    stays eager; the stats say why."""
 
-    Returns what tells the stats' extras: graph breaks and failures.
-    """
+    mode: str
+    dynamic: bool | None
+    generating: bool = False
+    failures: list[str] = field(default_factory=list)
+
+    def install(self, model: PreTrainedModel) -> None:
+        eager = model.forward
+        compiled = torch.compile(eager, mode=self.mode, dynamic=self.dynamic)
+
+        @functools.wraps(eager.__func__)  # `generate` checks its arguments against the signature
+        def forward(_, *args, **kwargs):
+            if self.generating or self.failures:
+                return eager(*args, **kwargs)
+            try:
+                return compiled(*args, **kwargs)
+            except Exception as error:  # whatever a compiler may raise
+                self.failures.append(f"{type(error).__name__}: {str(error).strip().splitlines()[0]}")
+                note(f"warning: torch.compile failed, training goes on without: {self.failures[-1]}")
+                return eager(*args, **kwargs)
+
+        model.forward = types.MethodType(forward, model)
+
+    def report(self) -> dict[str, object]:
+        breaks = torch._dynamo.utils.counters["graph_break"]
+        return {"graph_breaks": sum(breaks.values()), "graph_break_reasons": list(breaks), "compile_failures": self.failures}
+
+
+def compile_training(trainer: GRPOTrainer, args: argparse.Namespace) -> Callable[[], dict[str, object]]:
+    """Does what the compile flags ask for; returns what tells the stats' extras."""
     if args.compile_mode is None:
         return dict
-    report: dict[str, object] = {"compile_mode": args.compile_mode, "graph_breaks": 0, "compile_failures": []}
-    models = [trainer.accelerator.unwrap_model(trainer.model), *([trainer.ref_model] if trainer.ref_model is not None else [])]
-    for model in models:
-        base = model.get_base_model() if hasattr(model, "get_base_model") else model
-        eager = base.forward
-        compiled = torch.compile(eager, mode=args.compile_mode, dynamic=True if args.compile_dynamic else None)
-        base.forward = types.MethodType(_eager_where_it_fails(trainer, eager, compiled, report), base)
+    forwards = CompiledForwards(args.compile_mode, True if args.compile_dynamic else None)
+    for model in filter(None, (trainer.accelerator.unwrap_model(trainer.model), trainer.ref_model)):
+        forwards.install(model.get_base_model() if hasattr(model, "get_base_model") else model)
     generate = trainer._generate_single_turn
 
     def eagerly(*positional, **named):
-        report["generating"] = True
+        forwards.generating = True
         try:
             return generate(*positional, **named)
         finally:
-            del report["generating"]
+            forwards.generating = False
 
     trainer._generate_single_turn = eagerly
-    return lambda: report
-
-
-def _eager_where_it_fails(trainer: GRPOTrainer, eager: Callable, compiled: Callable, report: dict) -> Callable:
-    @functools.wraps(eager.__func__)  # `generate` checks its arguments against the signature
-    def forward(self, *args, **kwargs):
-        if report.get("generating") or report["compile_failures"]:
-            return eager(*args, **kwargs)
-        try:
-            return compiled(*args, **kwargs)
-        except Exception as error:  # whatever a compiler may raise; the run goes on, and says so in its stats
-            report["compile_failures"].append(f"{type(error).__name__}: {str(error).strip().splitlines()[0]}")
-            note(f"warning: torch.compile failed, training goes on without: {report['compile_failures'][-1]}")
-            return eager(*args, **kwargs)
-        finally:
-            report["graph_breaks"] = sum(torch._dynamo.utils.counters["graph_break"].values())
-
-    return forward
+    return forwards.report
