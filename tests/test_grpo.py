@@ -397,6 +397,35 @@ def test_an_interrupted_rollout_leaves_the_trainer_usable(tmp_path, monkeypatch)
     assert max(logged(trainer, LOGP_DIFFERENCE)) < 1e-4
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("lora_mode", ["active", "merged"])
+def test_on_a_gpu(tmp_path, monkeypatch, lora_mode):
+    """CUDA graphs over weights that change, the pool's memory lent to each training step, and a rollout that is interrupted."""
+    model = tiny_models.qwen3(hidden_size=256, intermediate_size=512, head_dim=64).to(torch.bfloat16)
+    options = dict(use_cpu=False, bf16=True, max_steps=3, max_completion_length=40, gradient_checkpointing=True)
+    trainer = make_trainer(tmp_path, model, **options)
+    generation = attach_flex_rollouts(trainer, lora_mode=lora_mode)
+    engine = generation.engine
+    mapped = []
+    loss = trainer.compute_loss
+    monkeypatch.setattr(trainer, "compute_loss", lambda *a, **k: (mapped.append(engine.cache.memory.mapped), loss(*a, **k))[1])
+    look, looks = engine._look, iter(range(100))
+
+    def interrupted(*args):
+        if next(looks) == 4:
+            raise KeyboardInterrupt
+        return look(*args)
+
+    monkeypatch.setattr(engine, "_look", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    assert not engine.cache.memory.mapped
+    trainer.train()
+    assert engine.graphs and not any(mapped)
+    assert max(logged(trainer, LOGP_DIFFERENCE)) < 0.1
+    assert min(logged(trainer, "grad_norm")) > 0
+
+
 def test_weights_that_are_not_numbers_are_named(tmp_path):
     class Poison(TrainerCallback):
         def on_step_end(self, args, state, control, model=None, **kwargs):

@@ -21,13 +21,23 @@ from unsloth_grpo_common import build_grpo_parser, run_grpo
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = build_grpo_parser(__doc__)
     group = parser.add_argument_group("engine")
-    group.add_argument("--lora_mode", choices=LORA_MODES, help="active: the function that is trained; merged: faster, rounds it (default: active)")
-    group.add_argument("--correct_truncation", action="store_true", help="importance sampling against the truncated distribution, as with vLLM")
-    group.add_argument("--max_batch_size", metavar="N", type=integer(1), help="sequences decoded at a time (default: a step's, at most 256)")
-    group.add_argument("--kv_memory_gb", metavar="X", type=number(0, math.inf, open_low=True), help="of the KV cache (default: what a step needs)")
-    group.add_argument("--attention_backend", choices=("auto", "flex", "triton", "sdpa"), default="auto", help="auto: what measured fastest")
     group.add_argument(
-        "--capture_cudagraph", action=argparse.BooleanOptionalAction, default=None, help="decode in CUDA graphs (default: where there is a GPU)"
+        "--lora_mode", choices=LORA_MODES, help="active: the function that is trained; merged: faster, rounds it (default: active)"
+    )
+    group.add_argument(
+        "--correct_truncation", action="store_true", help="importance sampling against the truncated distribution, as with vLLM"
+    )
+    group.add_argument(
+        "--max_batch_size", metavar="N", type=integer(1), help="sequences decoded at a time (default: a step's, at most 256)"
+    )
+    group.add_argument(
+        "--kv_memory_gb", metavar="X", type=number(0, math.inf, open_low=True), help="of the KV cache (default: what a step needs)"
+    )
+    group.add_argument(
+        "--attention_backend", choices=("auto", "flex", "triton", "sdpa"), default="auto", help="auto: what measured fastest"
+    )
+    group.add_argument(
+        "--capture_cudagraph", action=argparse.BooleanOptionalAction, default=None, help="decode in CUDA graphs (default: on a GPU)"
     )
     group.add_argument(
         "--sleep", action=argparse.BooleanOptionalAction, default=True, help="give the KV pool's memory to the training step"

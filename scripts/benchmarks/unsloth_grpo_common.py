@@ -110,7 +110,7 @@ def build_grpo_parser(description: str | None, default_model: str = "unsloth/Qwe
 
     group = parser.add_argument_group("training")
     group.add_argument("--max_steps", metavar="N", type=integer(1), default=20, help="optimizer steps")
-    group.add_argument("--n_prompts", metavar="N", type=integer(1), default=8 if on_gpu else 4, help="of each step")
+    group.add_argument("--n_prompts", metavar="N", type=integer(1), default=8 if on_gpu else 4, help="of each step and rank")
     group.add_argument("--num_generations", metavar="N", type=integer(2), default=8, help="completions of a prompt")
     group.add_argument(
         "--per_device_train_batch_size", metavar="N", type=integer(1),
@@ -473,6 +473,8 @@ def run_grpo(
     """The whole of a driver; returns its exit status. `attach` changes how the trainer generates and returns what tells the
     stats' extras at the end; `config` goes to GRPOConfig, and `needs_files` is a backend that loads the model by name."""
     check_writable(args.stats_path)
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))  # weights go to this rank's GPU at once
     card = find_card()
     stats = GRPOStats(
         backend, "", device_name(default_device()), library_versions(), {}, args.max_steps, args.num_generations, 0, 0
