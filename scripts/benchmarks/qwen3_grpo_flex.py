@@ -15,7 +15,7 @@ from collections.abc import Callable
 from flex_cli import fail, integer, number
 from flex_engine import HFWalker
 from flex_lora import LORA_MODES
-from unsloth_grpo_common import build_grpo_parser, run_grpo
+from unsloth_grpo_common import add_correction_argument, build_grpo_parser, run_grpo
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -24,6 +24,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     group.add_argument(
         "--lora_mode", choices=LORA_MODES, help="active: the function that is trained; merged: faster, rounds it (default: active)"
     )
+    add_correction_argument(group)
     group.add_argument(
         "--correct_truncation", action="store_true", help="importance sampling against the truncated distribution, as with vLLM"
     )
@@ -70,7 +71,9 @@ def attach(trainer, args: argparse.Namespace) -> Callable[[], dict[str, object]]
 
 def main(argv: list[str] | None = None) -> int:
     args = parse_arguments(argv)
-    return run_grpo("flex", args, lambda trainer: attach(trainer, args))
+    return run_grpo(
+        "flex", args, lambda trainer: attach(trainer, args), vllm_importance_sampling_correction=args.importance_sampling
+    )
 
 
 if __name__ == "__main__":

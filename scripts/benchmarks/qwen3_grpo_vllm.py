@@ -9,7 +9,7 @@ import importlib.util
 import sys
 
 from flex_cli import fail, number
-from unsloth_grpo_common import build_grpo_parser, run_grpo
+from unsloth_grpo_common import add_correction_argument, build_grpo_parser, run_grpo
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -19,6 +19,7 @@ def main(argv: list[str] | None = None) -> int:
         "--gpu_memory_utilization", metavar="X", type=number(0, 1, open_low=True), default=0.4, help="share of the GPU it takes"
     )
     group.add_argument("--enable_sleep_mode", action="store_true", help="give weights and cache back during the training step")
+    add_correction_argument(group)
     args = parser.parse_args(argv)
     if importlib.util.find_spec("vllm") is None:
         fail("this driver needs vLLM: pip install vllm (in an environment of its own, it pins torch)")
@@ -32,6 +33,7 @@ def main(argv: list[str] | None = None) -> int:
         vllm_mode="colocate",
         vllm_gpu_memory_utilization=args.gpu_memory_utilization,
         vllm_enable_sleep_mode=args.enable_sleep_mode,
+        vllm_importance_sampling_correction=args.importance_sampling,
     )
 
 

@@ -134,6 +134,13 @@ def build_grpo_parser(description: str | None, default_model: str = "unsloth/Qwe
     return parser
 
 
+def add_correction_argument(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--importance_sampling", action=argparse.BooleanOptionalAction, default=True,
+        help="correct for the sampler's log-probabilities and log how far they are off: one more forward over all completions",
+    )  # fmt: skip
+
+
 def add_compile_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("torch.compile of the training step")
     group.add_argument("--compile_mode", choices=COMPILE_MODES, help="compiles policy and reference model (default: not compiled)")
