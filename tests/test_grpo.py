@@ -629,7 +629,7 @@ def test_comparison(tmp_path, capsys):
     assert "| flex, naive | reward | 0.2 | 0.03333 | 0.5 and 0.5 |" in text
     assert "| flex, naive | step time (s) | 5 | 4 | 1 and 4 |" in text
     assert (tmp_path / "grpo.png").exists() and (tmp_path / "grpo.md").exists()
-    assert compare_grpo_runs.main([paths[0], fake_run(tmp_path, "drifting", kl=[0.1] * 5 + [0.9]), *out]) == 1
-    assert "KL 0.9 in step 6 is outside" in capsys.readouterr().out
+    assert compare_grpo_runs.main([paths[0], fake_run(tmp_path, "drifting", kl=[0.1] * 4 + [1.9, 1.9]), *out]) == 1
+    assert "KL 0.82 up to step 6 is outside" in capsys.readouterr().out
     assert compare_grpo_runs.main([paths[0], fake_run(tmp_path, "broken", losses=[0.1, math.nan]), *out]) == 1
     assert "losses not finite in step 2" in capsys.readouterr().out

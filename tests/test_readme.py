@@ -12,11 +12,20 @@ from conftest import ROOT, SCRIPTS
 READMES = {"README.md": ROOT / "README.md", "scripts/benchmarks/README.md": SCRIPTS / "README.md"}
 
 
-def test_the_python_example_runs(embedded_path):
-    (example,) = re.findall(r"```python\n(.*?)```", READMES["README.md"].read_text(), re.DOTALL)
-    result = subprocess.run([sys.executable, "-c", example], cwd=ROOT, capture_output=True, text=True, timeout=300)
+def run_example(number: int) -> str:
+    examples = re.findall(r"```python\n(.*?)```", READMES["README.md"].read_text(), re.DOTALL)
+    result = subprocess.run([sys.executable, "-c", examples[number]], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
-    assert result.stdout.count("length -") + result.stdout.count("stop -") == 4, result.stdout
+    return result.stdout
+
+
+def test_the_python_example_runs(embedded_path):
+    printed = run_example(0)
+    assert printed.count("length -") + printed.count("stop -") == 4, printed
+
+
+def test_the_trl_example_runs(embedded_path):
+    assert "sampling/sampling_logp_difference/mean" in run_example(1)
 
 
 @pytest.mark.parametrize("readme", READMES)
