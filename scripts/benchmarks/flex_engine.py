@@ -618,7 +618,7 @@ class FlexEngine:
         """The captured decode step of `bucket` rows. Warm-up and capture run on the padding slot alone."""
         if (bucket, shares_pages) in self.graphs:
             return self.graphs[bucket, shares_pages]
-        started, reserved = time.perf_counter(), torch.cuda.memory_reserved(self.device)
+        started = time.perf_counter()
         rows = self.state.row_slot.clone()
         self.state.row_slot.zero_()
         stream = torch.cuda.Stream(self.device)
@@ -629,6 +629,8 @@ class FlexEngine:
                 self._decode_step(bucket, shares_pages)
         self._synchronize()
         compiled = time.perf_counter()
+        torch.cuda.empty_cache()  # capturing does so too: what it adds afterwards is the graph's
+        reserved = torch.cuda.memory_reserved(self.device)
         self.state.step.zero_()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self.graph_pool, stream=stream):
