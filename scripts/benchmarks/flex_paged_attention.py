@@ -406,9 +406,11 @@ def _split_documents(batch: PrefillBatch) -> list[slice]:
 
 @memoize
 def _compiled_flex(dynamic: bool):
-    # Every bucket is a compilation of its own; the default limit of 8 would silently fall back to eager flex.
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 512)
-    torch._dynamo.config.specialize_float = True  # a soft cap is a constant; flex's lowering takes no symbolic float
+    # Every bucket, head size and pool is a compilation of its own, and past dynamo's limits (8 and 256) nothing is compiled.
+    config = torch._dynamo.config
+    config.recompile_limit = max(config.recompile_limit, 512)
+    config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, 4096)
+    config.specialize_float = True  # a soft cap is a constant; flex's lowering takes no symbolic float
     mode = os.environ.get("FLEX_COMPILE_MODE")
     return torch.compile(flex_attention, dynamic=dynamic, fullgraph=True, mode=mode)
 
