@@ -1,5 +1,4 @@
-"""Matrix products of few tokens against a whole weight, with what follows them (flex_triton.py has the conventions).
-"""
+"""Matrix products of few tokens against a whole weight, with what follows them (flex_triton.py has the conventions)."""
 
 from __future__ import annotations
 

@@ -13,12 +13,12 @@ import json
 import os
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 import torch
-from transformers import CompileConfig, ContinuousBatchingConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import CompileConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from embedded_model import embedded_model_path
 import flash_attn_fa4_shim
