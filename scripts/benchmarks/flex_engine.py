@@ -1,4 +1,4 @@
-"""The rollout engine: sequences, scheduler, decode steps and their CUDA graphs. The one file an architecture script imports.
+"""The rollout engine: sequences, scheduler, decode steps and their CUDA graphs.
 
     engine = FlexEngine(Qwen3Walker(model), tokenizer, EngineConfig(max_batch_size=64, max_seq_len=1024))
     outputs = engine.generate(["What is 2 + 2?"], SamplingParams(max_tokens=64, n=4))
