@@ -441,7 +441,8 @@ def test_data_parallel_ranks_have_engines_of_their_own(tmp_path):
     """Two processes over gloo, prompts of uneven lengths: groups span the ranks, noise differs, gradients are shared."""
     script = tmp_path / "train.py"
     script.write_text(DATA_PARALLEL)
-    environment = os.environ | {"PYTHONPATH": f"{SCRIPTS}:{os.path.dirname(__file__)}", "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+    paths = f"{SCRIPTS}:{os.path.dirname(__file__)}"
+    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
     command = [
         sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1",
         "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0", str(script), str(tmp_path),

@@ -103,11 +103,16 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     group.add_argument("--persistent_cb", action="store_true", help="tpaged: keep manager, cache and graphs from call to call")
     group.add_argument("--enforce_eager", action="store_true", help="vllm: no compiling, no CUDA graphs")
     group.add_argument("--prefix_caching", action=argparse.BooleanOptionalAction, default=True, help="vllm: emptied before each round")
-    group.add_argument("--gpu_memory_utilization", metavar="X", type=number(0, 1, open_low=True), help="vllm: share of the GPU it takes (default: its own)")
+    group.add_argument(
+        "--gpu_memory_utilization", metavar="X", type=number(0, 1, open_low=True),
+        help="vllm: share of the GPU it takes (default: its own)",
+    )  # fmt: skip
     group.add_argument("--vllm_python", metavar="FILE", help="vllm: interpreter of the environment that vLLM is installed in")
 
     group = parser.add_argument_group("workloads, all in one process per backend")
-    group.add_argument("--batch_sizes", metavar="N,N", type=integers, help="one prompt per sequence, --max_new_tokens each (default: --n_prompts)")
+    group.add_argument(
+        "--batch_sizes", metavar="N,N", type=integers, help="one prompt per sequence, --max_new_tokens each (default: --n_prompts)"
+    )
     group.add_argument("--groups", metavar="PxN[xT]", type=group_shape, help="GRPO: P prompts (of T tokens), N completions of each")
     group.add_argument(
         "--mixed", metavar="N[xMEDIANxLONGEST]", type=mixed_shape,

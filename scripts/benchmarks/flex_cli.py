@@ -733,9 +733,8 @@ def run_benchmark(engine: FlexEngine, prompts: list[Prompt], args: argparse.Name
     if not runnable:
         fail("no prompt can be run")
 
-    config = {key: value for key, value in vars(args).items() if key not in ("default_model", "cpu_model", "fallbacks")} | dataclasses.asdict(
-        engine.config
-    )
+    flags = {key: value for key, value in vars(args).items() if key not in ("default_model", "cpu_model", "fallbacks")}
+    config = flags | dataclasses.asdict(engine.config)
     stats = RunStats(backend, args.model_name, device_name(engine.device), library_versions(), config)
     stats.fallbacks = list(args.fallbacks)
     stats.invalid_prompts = {str(index): reason for index, reason in invalid.items()}

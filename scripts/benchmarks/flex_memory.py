@@ -12,8 +12,9 @@ from math import prod
 import torch
 from torch import Tensor
 
-_DEVICE, _PINNED, _READ_WRITE = 1, 1, 3  # CU_MEM_LOCATION_TYPE_DEVICE, CU_MEM_ALLOCATION_TYPE_PINNED, CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-
+_DEVICE = 1  # CU_MEM_LOCATION_TYPE_DEVICE
+_PINNED = 1  # CU_MEM_ALLOCATION_TYPE_PINNED
+_READ_WRITE = 3  # CU_MEM_ACCESS_FLAGS_PROT_READWRITE
 
 _mapped_bytes = 0
 _peak_mapped_bytes = 0
@@ -71,7 +72,8 @@ class DeviceMemory:
         self.num_bytes = -(-num_bytes // step) * step
         self.address, self.handle = ctypes.c_uint64(), ctypes.c_uint64()
         self.mapped = False
-        self._call("cuMemAddressReserve", ctypes.byref(self.address), self._size, ctypes.c_size_t(0), ctypes.c_uint64(0), ctypes.c_uint64(0))
+        alignment, hint, flags = ctypes.c_size_t(0), ctypes.c_uint64(0), ctypes.c_uint64(0)
+        self._call("cuMemAddressReserve", ctypes.byref(self.address), self._size, alignment, hint, flags)
         self.map()
 
     @property

@@ -99,7 +99,9 @@ def build_grpo_parser(description: str | None, default_model: str = "unsloth/Qwe
         help="grpo: reasoning and solution tags for base models; native: the tokenizer's; plain: none; auto: plain for sums, grpo for "
         "Qwen3 base models, else native",
     )  # fmt: skip
-    group.add_argument("--max_prompt_length", metavar="N", type=integer(1), help="tokens; longer prompts are left out (default: the longest)")
+    group.add_argument(
+        "--max_prompt_length", metavar="N", type=integer(1), help="tokens; longer prompts are left out (default: the longest)"
+    )
 
     group = parser.add_argument_group("sampling")
     group.add_argument("--max_completion_length", metavar="N", type=integer(1), help=f"tokens (default: 512; sums {SUM_TOKENS})")
@@ -116,7 +118,9 @@ def build_grpo_parser(description: str | None, default_model: str = "unsloth/Qwe
         "--per_device_train_batch_size", metavar="N", type=integer(1),
         help="completions in one forward and backward; gradients are accumulated over the step (default: at most 8)",
     )  # fmt: skip
-    group.add_argument("--learning_rate", metavar="X", type=number(0, math.inf, open_low=True), default=1e-5 if on_gpu else 2e-4, help="constant")
+    group.add_argument(
+        "--learning_rate", metavar="X", type=number(0, math.inf, open_low=True), default=1e-5 if on_gpu else 2e-4, help="constant"
+    )
     group.add_argument("--beta", metavar="X", type=number(0, math.inf), default=0.001, help="of the KL term; 0 drops the reference forward")
     group.add_argument("--lora_rank", metavar="R", type=integer(0), default=32, help="on all seven projections; 0 trains every weight")
     group.add_argument("--load_in_4bit", action="store_true", help="bitsandbytes NF4 base weights, with LoRA")
