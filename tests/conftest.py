@@ -44,7 +44,7 @@ def one_thread():
 
 @pytest.fixture
 def interpreter(monkeypatch):
-    """Triton 3.6's interpreter, working on NumPy 2.4, which refuses int() of a one-element array."""
+    """Triton's interpreter, working on NumPy 2.4, which refuses int() of a one-element array."""
     interpreter = pytest.importorskip("triton.runtime.interpreter")
     patch_tensor = interpreter._patch_lang_tensor
 

@@ -14,23 +14,14 @@ import flex_triton
 
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
-import triton.runtime.interpreter as interpreter  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 
 @pytest.fixture(autouse=True)
-def set_up(monkeypatch):
-    """Seeded, and with Triton 3.6's interpreter working on NumPy 2.4, which refuses int() of a one-element array."""
+def set_up(interpreter):
     torch.manual_seed(0)
-    patch_tensor = interpreter._patch_lang_tensor
-
-    def patch_tensor_and_index(tensor, scope):
-        patch_tensor(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch_tensor_and_index)
 
 
 def randn(*shape, dtype=torch.float32, scale=1.0):
