@@ -58,6 +58,7 @@ from flex_engine import (
 )
 from flex_memory import peak_memory_gb
 from flex_nf4 import load_4bit, quantize_nf4
+from flex_weights import unwrapped
 from lora_adapters import add_lora_arguments, attach_adapter, check_lora_arguments
 from lora_checks import verify_no_drift
 from flex_profile import copy_bandwidth, decode_step_bytes, format_profile, plot_profile, profile_decode_step
@@ -712,7 +713,7 @@ def run_script(
 def make_walker(model: PreTrainedModel, walker_class: Callable[..., Walker], args: argparse.Namespace) -> Walker:
     """The walker of --walker and the LoRA flags; ValueError where they and the model don't go together."""
     if args.walker == "hf" or args.no_merge_lora:
-        return HFWalker(model.get_base_model() if hasattr(model, "get_base_model") else model)
+        return HFWalker(unwrapped(model))
     return walker_class(model, lora_mode=args.lora_mode)
 
 

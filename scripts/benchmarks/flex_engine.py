@@ -54,7 +54,7 @@ from flex_paged_attention import (
 from flex_lora import Adapters
 from flex_nf4 import compute_dtype, keep_storage_layout
 from flex_sampling import sample
-from flex_weights import SharedWeights
+from flex_weights import SharedWeights, unwrapped
 
 # ------------------------------------------------------------------------------------------------------ requests, results
 
@@ -269,11 +269,12 @@ class Walker(Protocol):
 
 
 def decode_buckets(max_batch_size: int) -> list[int]:
-    """Row counts with a graph of their own: steps of at most an eighth, so that little of a batch is padding."""
+    """Row counts with a graph of their own; from 32 on in steps of at most an eighth, so that little of a batch is padding."""
     buckets, size = [], 2
     while size < max_batch_size:
         buckets.append(size)
-        size += max(2, 1 << max(0, size.bit_length() - 4) if size >= 32 else 4 if size >= 8 else 2)
+        power = 1 << (size.bit_length() - 1)
+        size += 2 if size < 8 else max(4, power // 8)
     return [*buckets, max(2, max_batch_size)]
 
 
@@ -886,7 +887,7 @@ class WrittenWalker:
     rope_types = ("default", "linear", "llama3", "yarn", "proportional")
 
     def __init__(self, model: torch.nn.Module, dtype: torch.dtype | None = None, lora_mode: str | None = None):
-        base = model.get_base_model() if hasattr(model, "get_base_model") else model
+        base = unwrapped(model)
         if base.config.model_type not in self.model_types:
             raise ValueError(
                 f"{type(self).__name__} walks {', '.join(self.model_types)}, not {base.config.model_type}; use --walker hf"

@@ -39,7 +39,7 @@ from flex_lora_kernels import (
     padded_rank,
 )
 from flex_nf4 import NF4Projection, float_weight, is_4bit
-from flex_weights import Embedding, Product, Projection, SharedWeights
+from flex_weights import Embedding, Product, Projection, SharedWeights, unwrapped
 
 LORA_MODES = ("merged", "active")
 MAX_SPLITS = 4  # left to the low-rank kernel, each of whose tiles adds all splits of its x Aᵀ up
@@ -212,7 +212,7 @@ def active_tensors(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, str]]:
 
 def peft_configs(model: nn.Module) -> dict:
     """Adapter name to PEFT config, by whichever way the adapter came onto the model."""
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = unwrapped(model)
     return getattr(base, "peft_config", None) or getattr(model, "peft_config", None) or {}
 
 

@@ -181,9 +181,10 @@ class PagedKVCache:
     def wake_up(self) -> None:
         if self.memory is not None and not self.memory.mapped:
             self.memory.map()
-            self.flat.zero_()
+            self.clear()
 
     def clear(self) -> None:
+        """Zeroes the pools: whatever a later owner of a page does not overwrite must be finite."""
         self.flat.zero_()
 
     def assign(self, slot: int, pages: Sequence[int], start: int = 0) -> None:

@@ -17,6 +17,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from flex_engine import FlexEngine, Prefix, SamplingParams, Sequence
+from flex_weights import unwrapped
 
 
 @dataclass
@@ -50,7 +51,7 @@ class StepProfile:
 def decode_step_bytes(engine: FlexEngine, batch_size: int, context: int) -> int:
     """Bytes that a decode step must read: every weight (of an embedding that is no output matrix, a few rows), and all K and V."""
     model = engine.walker.model
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = unwrapped(model)
     parameters = {id(p): p for p in base.parameters()}
     for module in base.modules():
         if isinstance(module, nn.Embedding) and module.weight is not base.get_output_embeddings().weight:

@@ -29,6 +29,7 @@ from trl import GRPOTrainer
 
 from flex_engine import EngineConfig, FlexEngine, HFWalker, InvalidPromptError, SamplingParams, Walker
 from flex_nf4 import compute_dtype
+from flex_weights import unwrapped
 from written_walkers import WALKERS
 
 KNOWN_TRL = ("1.16",)
@@ -203,7 +204,7 @@ def refuse_unsupported(trainer: GRPOTrainer) -> None:
 def make_walker(
     model: torch.nn.Module, walker_class: type[Walker] | None, lora_mode: str | None, dtype: torch.dtype
 ) -> Walker:
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = unwrapped(model)
     if walker_class is None:
         fitting = (walker for walker in WALKERS if base.config.model_type in walker.model_types)
         walker_class = next(fitting, HFWalker)
@@ -215,7 +216,7 @@ def training_dtype(trainer: GRPOTrainer, model: torch.nn.Module) -> torch.dtype:
     nothing about them)."""
     if trainer.args.bf16 or trainer.args.fp16:
         return torch.bfloat16 if trainer.args.bf16 else torch.float16
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = unwrapped(model)
     layers = base.get_decoder().layers.parameters()
     return compute_dtype(model) or next(parameter.dtype for parameter in layers if parameter.is_floating_point())
 

@@ -18,6 +18,11 @@ import flex_kernels
 import flex_linear
 
 
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The Hugging Face model itself where PEFT has wrapped it; PEFT's layers stay inside."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
 @dataclass(eq=False)
 class Slot:
     """The engine's room for one weight, and every place where the model keeps the parameter; several if it is tied."""

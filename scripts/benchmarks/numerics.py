@@ -52,6 +52,7 @@ from flex_cli import (
 )
 from flex_engine import Attend, DecodeBatch, FlexEngine, PrefillBatch, SamplingParams, Walker
 from flex_nf4 import float_weight, is_4bit, quantize_nf4
+from flex_weights import unwrapped
 from lora_adapters import add_lora_arguments, attach_adapter, check_lora_arguments
 
 TOKEN_GATE = 2.0  # times Hugging Face's own error at that position
@@ -67,7 +68,7 @@ MIN_DISTINCT_TOKENS = 16  # fewer, and agreement says little: a model that repea
 
 def dequantized(model: torch.nn.Module, dtype: torch.dtype) -> PreTrainedModel:
     """The model in `dtype`, its 4-bit weights as the floating point values they stand for; PEFT's layers stay inside."""
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = unwrapped(model)
     for parent in list(base.modules()):
         for name, child in list(parent.named_children()):
             if is_4bit(child):

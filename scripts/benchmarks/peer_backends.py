@@ -25,6 +25,7 @@ import flash_attn_fa4_shim
 import flex_memory
 from flex_cli import EMBEDDED, default_device, engine_config, find_config, load_model, make_walker, resolve_dtype, sampling_params
 from flex_engine import EngineConfig, EngineStats, FlexEngine, SamplingParams
+from flex_weights import unwrapped
 from lora_adapters import load_adapter
 from persistent_cb import PersistentCB, batching_config, sampling_config
 from prompts import Prompt
@@ -379,11 +380,6 @@ class Unsloth(HFNaive):
         model = with_adapter(model, args)
         FastLanguageModel.for_inference(model)
         return unwrapped(model)
-
-
-def unwrapped(model: torch.nn.Module) -> PreTrainedModel:
-    """The model itself where PEFT has wrapped it; LoRA layers stay inside."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def with_adapter(model: PreTrainedModel, args: argparse.Namespace) -> torch.nn.Module:

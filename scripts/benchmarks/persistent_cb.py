@@ -20,6 +20,8 @@ from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedM
 from transformers.generation.continuous_batching import ContinuousBatchingManager
 from transformers.generation.continuous_batching.utils import WorkloadHints
 
+from flex_weights import unwrapped
+
 
 class PersistentCB:
     """Continuous batching that outlives a call; with `persistent=False` each call makes its own, as `generate_batch` does.
@@ -35,7 +37,7 @@ class PersistentCB:
         config: ContinuousBatchingConfig,
         persistent: bool = True,
     ):
-        self.model: PreTrainedModel = model.get_base_model() if hasattr(model, "get_base_model") else model
+        self.model: PreTrainedModel = unwrapped(model)
         self.generation_config, self.config, self.persistent = generation_config, config, persistent
 
     def generate(self, prompts: Sequence[list[int]], max_tokens: Sequence[int]) -> list[list[int]]:

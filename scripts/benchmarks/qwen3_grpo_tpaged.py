@@ -16,6 +16,7 @@ import torch
 from transformers import ContinuousBatchingConfig
 
 import flash_attn_fa4_shim
+from flex_weights import unwrapped
 from persistent_cb import PersistentCB, batching_config
 from unsloth_grpo_common import add_compile_arguments, build_grpo_parser, compile_training, run_grpo
 
@@ -28,7 +29,7 @@ def attach(trainer, args: argparse.Namespace) -> Callable[[], dict[str, object]]
     if args.attn_impl:
         if args.attn_impl == flash_attn_fa4_shim.IMPLEMENTATION:
             flash_attn_fa4_shim.install()
-        (model.get_base_model() if hasattr(model, "get_base_model") else model).set_attn_implementation(args.attn_impl)
+        unwrapped(model).set_attn_implementation(args.attn_impl)
     completions = args.n_prompts * args.num_generations
     batching = PersistentCB(model, trainer.generation_config, sized_config(args, completions), args.persistent_cb)
 

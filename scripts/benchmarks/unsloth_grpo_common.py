@@ -53,6 +53,7 @@ from flex_cli import (
     top_k,
 )
 from flex_memory import peak_memory_gb, reset_peak_memory
+from flex_weights import unwrapped
 from lora_adapters import LINEAR_TARGETS
 from prompts import (
     GRPO_CHAT_TEMPLATE,
@@ -593,7 +594,7 @@ def compile_training(trainer: GRPOTrainer, args: argparse.Namespace) -> Callable
         return dict
     forwards = CompiledForwards(args.compile_mode, True if args.compile_dynamic else None)
     for model in filter(None, (trainer.accelerator.unwrap_model(trainer.model), trainer.ref_model)):
-        forwards.install(model.get_base_model() if hasattr(model, "get_base_model") else model)
+        forwards.install(unwrapped(model))
     generate = trainer._generate_single_turn
 
     def eagerly(*positional, **named):
