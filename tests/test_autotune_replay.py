@@ -194,7 +194,7 @@ def test_a_tile_that_does_not_fit_is_a_result():
 
 @pytest.mark.parametrize("groups", [False, True])
 def test_triton_sweep_finds_an_optimum_stage_by_stage(groups):
-    best = DecodeOptions(block_n=32, num_stages=3, ctas_per_sm=6, min_tiles=2, shared_queries=64 if groups else 32)
+    best = DecodeOptions(32, num_stages=3, ctas_per_sm=6, min_tiles=2, tail_split=4, shared_queries=64 if groups else 32)
 
     def measure(options):
         options = DecodeOptions(**options) if options else DecodeOptions()

@@ -204,8 +204,9 @@ def tune_triton(measure: Measure, default: DecodeOptions, groups: bool) -> list[
 
     timings = measure_all(measure, [None, *(asdict(tile) for tile in triton_tiles(default) if tile != default)])
     stages: list[Callable[[DecodeOptions], list[DecodeOptions]]] = [
-        lambda tile: [replace(tile, ctas_per_sm=count) for count in (2, 4, 6, 8, 12)],
+        lambda tile: [replace(tile, ctas_per_sm=count) for count in (2, 4, 6, 8, 12, 24)],
         lambda tile: [replace(tile, min_tiles=count) for count in (1, 2, 4)],
+        lambda tile: [replace(tile, tail_split=count) for count in (1, 2, 4)],
     ]
     if groups:
         stages.insert(0, lambda tile: [replace(tile, shared_queries=count) for count in (16, 32, 64)])
