@@ -228,8 +228,6 @@ def refused(model, *words: str, mode="merged") -> None:
 def test_tensors_that_are_not_read_are_named(mode):
     tokens = adapt(tm.qwen3(), trainable_token_indices=[1, 2])
     refused(tokens, "embed_tokens.token_adapter.trainable_tokens_delta.default", "--walker hf", mode=mode)
-    stacked = get_peft_model(tm.qwen3(), LoraConfig(target_modules=[], target_parameters=["q_proj.weight"]))
-    refused(stacked, "layers.0.self_attn.q_proj.lora_A.default.weight (ParamWrapper)", mode=mode)
     arrow = get_peft_model(tm.qwen3(), LoraConfig(target_modules=["q_proj"], init_lora_weights="mica", r=4))
     refused(arrow, "q_proj.lora_A.default.weight (Linear, MiCALinearVariant)", mode=mode)
     dora = adapt(tm.qwen3(), target_modules=["embed_tokens"], use_dora=True)

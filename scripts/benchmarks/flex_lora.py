@@ -38,10 +38,13 @@ from flex_lora_kernels import (
     merge_low_rank,
     padded_rank,
 )
+from flex_moe import ActiveExperts, Experts
 from flex_nf4 import NF4Projection, float_weight, is_4bit
-from flex_weights import Embedding, Product, Projection, SharedWeights, unwrapped
+from flex_weights import Embedding, Product, Projection, SharedWeights, bias_of, out_features_of, unwrapped
 
 LORA_MODES = ("merged", "active")
+EXPERT_PARAMETERS = ("gate_up_proj", "down_proj")
+MAX_MERGED_EXPERTS_GB = 20.0  # of the second copy that merging into stacked experts takes, all layers together
 MAX_SPLITS = 4  # left to the low-rank kernel, each of whose tiles adds all splits of its x Aᵀ up
 
 
@@ -82,11 +85,15 @@ class Delta:
         return not self.is_embedding and self.layer.fan_in_fan_out
 
     def factors(self) -> tuple[Tensor, Tensor]:
-        """`left [rows, r]`, `right [r, columns]`: the weight's delta is scaling * left @ right."""
+        """`left [rows, r]`, `right [r, columns]`: the weight's delta is scaling * left @ right. Of stacked experts `[E, rows, r]`,
+        `[E, r, columns]`: PEFT keeps A as `[E * r, columns]`, and B as `[rows, r * E]`."""
         if self.is_embedding:
             return self.layer.lora_embedding_A[self.adapter].data.T, self.layer.lora_embedding_B[self.adapter].data.T
-        left, right = self.linears
-        return left.weight.data, right.weight.data
+        left, right = (linear.weight.data for linear in self.linears)
+        experts = num_experts(self.layer)
+        if experts > 1:
+            return left.unflatten(1, (-1, experts)).permute(2, 0, 1), right.unflatten(0, (experts, -1))
+        return left, right
 
     def parameters(self) -> Iterator[nn.Parameter]:
         for name in self.layer.adapter_layer_names:
@@ -113,11 +120,16 @@ class Delta:
 
 @dataclass(eq=False)
 class Adapted:
-    """A module of the model under whatever PEFT has wrapped around it: `base` holds the weight that is frozen."""
+    """A module of the model under whatever PEFT has wrapped around it: `base` holds the weight that is frozen, as `parameter`."""
 
     name: str
     base: nn.Module
     deltas: list[Delta] = field(default_factory=list)
+    parameter: str = "weight"
+
+    @property
+    def weight(self) -> nn.Parameter:
+        return getattr(self.base, self.parameter)
 
     @cached_property
     def dora(self) -> Delta | None:
@@ -134,8 +146,8 @@ class Adapted:
 
     def bias(self) -> Tensor:
         """The base's bias (or zeros) and the adapters', fp32 `[N]`."""
-        base = self.base.bias
-        total = torch.zeros(self.base.out_features, device=self.base.weight.device) if base is None else base.float()
+        base = bias_of(self.base)
+        total = torch.zeros(out_features_of(self.base), device=self.weight.device) if base is None else base.float()
         return total + sum(delta.scaling * delta.bias.float() for delta in self.deltas if delta.bias is not None)
 
 
@@ -144,13 +156,22 @@ def is_adapted(module: nn.Module) -> bool:
     return hasattr(module, "adapter_layer_names")
 
 
+def num_experts(layer: nn.Module) -> int:
+    """Of a layer of PEFT's that adapts one stack of experts; 1 for any other."""
+    return getattr(layer, "num_experts", 1)
+
+
+def target_of(layer: nn.Module) -> str:
+    """The parameter that a layer of PEFT's adapts: `weight`, unless the config's `target_parameters` name another."""
+    return getattr(layer, "parameter_name", "weight")
+
+
 def is_lora(module: nn.Module) -> bool:
-    """Linear (4-bit too) and Embedding; not the wrapper of stacked experts, which is the MoE walker's."""
-    return hasattr(module, "lora_A") and not hasattr(module, "parameter_name")
+    return hasattr(module, "lora_A")
 
 
-def unwrap(name: str, module: nn.Module) -> Adapted:
-    """Looks through PEFT's wrappers. Raises ValueError for a layer that PEFT has merged."""
+def unwrap(name: str, module: nn.Module, parameter: str = "weight") -> Adapted:
+    """Looks through PEFT's wrappers of one parameter. Raises ValueError for a layer that PEFT has merged."""
     deltas: list[Delta] = []
     while is_adapted(module):
         if module.merged_adapters:
@@ -162,7 +183,7 @@ def unwrap(name: str, module: nn.Module) -> Adapted:
             active = [adapter for adapter in module.active_adapters if adapter in getattr(module, "modules_to_save", ())]
             module = module.modules_to_save[active[0]] if active and not module.disable_adapters else module.original_module
             continue
-        if is_lora(module) and not module.disable_adapters:
+        if is_lora(module) and not module.disable_adapters and target_of(module) == parameter:
             deltas += [
                 Delta(module, adapter)
                 for adapter in module.active_adapters
@@ -171,13 +192,24 @@ def unwrap(name: str, module: nn.Module) -> Adapted:
         module = module.base_layer
     if len(deltas) > 1 and any(delta.magnitude is not None for delta in deltas):
         raise ValueError(f"{name}: DoRA with several active adapters ({', '.join(d.adapter for d in deltas)}) is not supported")
-    return Adapted(name, module, deltas)
+    return Adapted(name, module, deltas, parameter)
 
 
 def is_supported(layer: nn.Module, adapter: str) -> bool:
     """Plain LoRA, and DoRA on linears. What is not supported is not read, and `Adapters.check` names its tensors."""
     variant = layer.lora_variant.get(adapter)
     return variant is None or (type(variant).__name__ == "DoraLinearVariant" and adapter in layer.lora_A)
+
+
+def merged_experts_gb(model: nn.Module, dtype: torch.dtype) -> float:
+    """Of the stacked experts that active adapters change, in `dtype`: what a merged copy of them takes, in 10^9 bytes."""
+    stacks = {}
+    for module in model.modules():
+        if is_lora(module) and num_experts(module) > 1 and not module.disable_adapters:
+            if any(adapter in module.lora_A for adapter in module.active_adapters):
+                parameter = module.get_param()
+                stacks[id(parameter)] = parameter.numel()
+    return sum(stacks.values()) * dtype.itemsize / 1e9
 
 
 def adapter_holders(module: nn.Module) -> Iterator[tuple[str, nn.ModuleDict | nn.ParameterDict]]:
@@ -288,8 +320,8 @@ class Room:
 class Adapters:
     """Builds the projections of a model that PEFT may have adapted, and brings them up to date.
 
-    `mode` is "merged" or "active"; None takes merged, or active over a 4-bit base, which can't be merged into. Several active
-    adapters are summed. Made anew when `changed()`: another adapter, other layers, adapters switched on or off.
+    `mode` is "merged" or "active"; None takes merged, or active where that can't be: over a 4-bit base, and over experts whose
+    second copy would pass MAX_MERGED_EXPERTS_GB. Several active adapters are summed. Made anew when `changed()`: another adapter, other layers, adapters switched on or off.
     """
 
     def __init__(self, model: nn.Module, weights: SharedWeights, mode: str | None = None):
@@ -299,7 +331,14 @@ class Adapters:
             if config.peft_type != "LORA":
                 raise ValueError(f"adapter {name!r} is {config.peft_type.value}; the rollout engine's own walkers apply LoRA only")
         self.model, self.weights = model, weights
-        self.mode = mode or ("active" if any(is_4bit(module) for module in model.modules()) else "merged")
+        copied_gb = merged_experts_gb(model, weights.dtype)
+        if mode == "merged" and copied_gb > MAX_MERGED_EXPERTS_GB:
+            raise ValueError(
+                f"lora_mode merged: a second copy of the adapted experts takes {copied_gb:.1f} GB, more than the "
+                f"{MAX_MERGED_EXPERTS_GB:g} GB it may take; use --lora_mode active, which needs none"
+            )
+        can_merge = copied_gb <= MAX_MERGED_EXPERTS_GB and not any(is_4bit(module) for module in model.modules())
+        self.mode = mode or ("merged" if can_merge else "active")
         self.sites: dict[int, tuple[str, dict, str]] = {}
         for name, parent in model.named_modules():
             for key, child in parent._modules.items():
@@ -345,30 +384,57 @@ class Adapters:
         self._add_rooms(part, a_VR, b_RC)
         return ActiveEmbedding(self.weights.hold(base), a_VR, b_RC)
 
-    def _unwrap(self, module: nn.Module) -> Adapted:
+    def experts(self, module: nn.Module) -> Experts | ActiveExperts:
+        """The bank of one layer's stacked experts, with whatever LoRA its `gate_up_proj [E, 2 I, C]` and `down_proj [E, C, I]` carry."""
+        parts = [self._unwrap(module, parameter) for parameter in EXPERT_PARAMETERS]
+        if self.mode == "merged":
+            return Experts(*(self._merged_stack(part) for part in parts))
+        bank = Experts(*(self.weights.hold(part.weight) for part in parts))
+        if not any(part.deltas for part in parts):
+            return bank
+        return ActiveExperts(bank, *(factor for part in parts for factor in self._active_stack(part)))
+
+    def _merged_stack(self, part: Adapted) -> Tensor:
+        if not part.deltas:
+            return self.weights.hold(part.weight)
+        self.weights.refuse_sharded(part.weight)
+        self.merges.append((part, self.weights.empty(*part.weight.shape)))
+        return self.merges[-1][1]
+
+    def _active_stack(self, part: Adapted) -> tuple[Tensor, Tensor] | tuple[None, None]:
+        """A `[E, R, columns]` and scaling * Bᵀ `[E, R, rows]` of all active adapters side by side."""
+        if not part.deltas:
+            return None, None
+        experts, rows, columns = part.weight.shape
+        rank = padded_rank(sum(delta.factors()[1].shape[-2] for delta in part.deltas))
+        a_ERK, b_ERN = (self.weights.empty(experts, rank, width).zero_() for width in (columns, rows))
+        self._add_rooms(part, b_ERN.mT, a_ERK)
+        return a_ERK, b_ERN
+
+    def _unwrap(self, module: nn.Module, parameter: str = "weight") -> Adapted:
         name, siblings, key = self.sites[id(module)]
         self.used.append((siblings, key, module))
-        part = unwrap(name, module)
+        part = unwrap(name, module, parameter)
         self.read.update(id(parameter) for delta in part.deltas for parameter in delta.parameters())
         return part
 
     def _merged(self, parts: list[Adapted]) -> Projection:
         """Adapted parts are weights of the engine's own; the others stay shared with the trainer."""
-        rows = [part.base.out_features for part in parts]
-        weight = self.weights.empty(sum(rows), parts[0].base.in_features)
+        rows = [len(part.weight) for part in parts]
+        weight = self.weights.empty(sum(rows), parts[0].weight.shape[1])
         for part, room in zip(parts, weight.split(rows)):
             if part.deltas:
-                self.weights.refuse_sharded(part.base.weight)
+                self.weights.refuse_sharded(part.weight)
                 self.merges.append((part, room))
             else:
-                self.weights.place(part.base.weight, room)
+                self.weights.place(part.weight, room)
         return Projection(weight, self._bias(parts))
 
     def _active(self, parts: list[Adapted], four_bit: bool) -> ActiveProjection:
         if len(parts) > MAX_PARTS:
             raise ValueError(f"{parts[0].name}: active LoRA packs at most {MAX_PARTS} projections, not {len(parts)}")
         weights, bases = self.weights, [part.base for part in parts]
-        sizes = [base.out_features for base in bases]
+        sizes = [out_features_of(base) for base in bases]
         rank = padded_rank(max(sum(delta.factors()[1].shape[0] for delta in part.deltas) for part in parts))
         rows, extra = sum(sizes), len(parts) * rank
         b_RN = weights.empty(rank, rows).zero_()
@@ -392,26 +458,29 @@ class Adapters:
     def _add_rooms(self, part: Adapted, left: Tensor, right: Tensor) -> None:
         first = 0
         for delta in part.deltas:
-            last = first + delta.factors()[1].shape[0]
-            self.rooms.append(Room(delta, left[:, first:last], right[first:last]))
+            last = first + delta.factors()[1].shape[-2]
+            self.rooms.append(Room(delta, left[..., first:last], right[..., first:last, :]))
             first = last
 
     def _bias(self, parts: list[Adapted], scale_N: Tensor | None = None, extra_rows: int = 0) -> Tensor | None:
         """The packed bias, above `extra_rows` zeros. Under a DoRA scale it lies divided by it: PEFT does not scale the bias."""
-        sizes = [part.base.out_features for part in parts]
-        own = [part.has_own_bias or (part.base.bias is not None and scale_N is not None and bool(part.dora)) for part in parts]
+        biases = [bias_of(part.base) for part in parts]
+        sizes = [out_features_of(part.base) for part in parts]
+        own = [
+            part.has_own_bias or (bias is not None and scale_N is not None and bool(part.dora)) for part, bias in zip(parts, biases)
+        ]
         if not any(own) and not extra_rows:
             return self.weights.pack_bias([part.base for part in parts])
-        if not any(own) and all(part.base.bias is None for part in parts):
+        if not any(own) and all(bias is None for bias in biases):
             return None
-        bias = self.weights.empty(sum(sizes) + extra_rows).zero_()
+        packed = self.weights.empty(sum(sizes) + extra_rows).zero_()
         scales = [None] * len(parts) if scale_N is None else scale_N.split(sizes)
-        for part, owned, scale, room in zip(parts, own, scales, bias.split([*sizes, extra_rows])):
+        for part, base_bias, owned, scale, room in zip(parts, biases, own, scales, packed.split([*sizes, extra_rows])):
             if owned:
                 self.biases.append((part, room, scale))
-            elif part.base.bias is not None:
-                self.weights.place(part.base.bias, room)
-        return bias
+            elif base_bias is not None:
+                self.weights.place(base_bias, room)
+        return packed
 
     # -------------------------------------------------------------------------------------------------------------- check
 
@@ -459,9 +528,15 @@ class Adapters:
                     "call unmerge_adapter() first"
                 )
         self._merge()
-        lefts, rights = zip(*(room.delta.factors() for room in self.rooms)) if self.rooms else ((), ())
-        copy_scaled([room.scaled for room in self.rooms], lefts, [room.delta.scaling for room in self.rooms])
-        copy_scaled([room.plain for room in self.rooms], rights, [1.0] * len(rights))
+        matrices = [room for room in self.rooms if room.plain.dim() == 2]
+        lefts, rights = zip(*(room.delta.factors() for room in matrices)) if matrices else ((), ())
+        copy_scaled([room.scaled for room in matrices], lefts, [room.delta.scaling for room in matrices])
+        copy_scaled([room.plain for room in matrices], rights, [1.0] * len(rights))
+        for room in self.rooms:
+            if room.plain.dim() == 3:  # the factors of a whole stack: large enough for launches of their own
+                left_ENr, right_ErK = room.delta.factors()
+                torch.mul(left_ENr, room.delta.scaling, out=room.scaled)
+                room.plain.copy_(right_ErK)
         for part, room in self.scales:
             room.copy_(part.dora.dora_scale(float_weight(part.base)))
         for part, room, scale in self.biases:
@@ -470,7 +545,7 @@ class Adapters:
     def _merge(self) -> None:
         plain: list[list[tuple[Delta, Tensor, Tensor]]] = []
         for part, room in self.merges:
-            base = part.base.weight.data
+            base = part.weight.data
             if not part.is_plain:
                 for delta in part.deltas:
                     base = delta.merged_by_peft(base)
@@ -481,6 +556,11 @@ class Adapters:
                     plain.append([])
                 plain[index].append((delta, base if index == 0 else room, room))
         for jobs in plain:
-            lefts, rights = zip(*(delta.factors() for delta, _, _ in jobs))
-            scalings = [delta.scaling for delta, _, _ in jobs]
-            merge_low_rank([room for _, _, room in jobs], [base for _, base, _ in jobs], lefts, rights, scalings)
+            columns: tuple[list, ...] = ([], [], [], [], [])
+            for delta, base, room in jobs:
+                matrices = [room, base, *delta.factors()]
+                experts = zip(*matrices) if room.dim() == 3 else [matrices]
+                for matrix in experts:
+                    for column, value in zip(columns, (*matrix, delta.scaling)):
+                        column.append(value)
+            merge_low_rank(*columns)

@@ -23,6 +23,15 @@ def unwrapped(model: nn.Module) -> nn.Module:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
+def bias_of(linear: nn.Module) -> nn.Parameter | None:
+    """None too for a module that is a linear in all but name, such as a router: it has a `weight` and no more."""
+    return getattr(linear, "bias", None)
+
+
+def out_features_of(linear: nn.Module) -> int:
+    return linear.out_features if hasattr(linear, "out_features") else linear.weight.shape[0]
+
+
 @dataclass(eq=False)
 class Slot:
     """The engine's room for one weight, and every place where the model keeps the parameter; several if it is tied."""
@@ -85,12 +94,12 @@ class SharedWeights:
 
     def pack_bias(self, linears: Sequence[nn.Module]) -> Tensor | None:
         """The biases of several linears in one storage, zero where one has none; None if none has one."""
-        biases = [linear.bias for linear in linears]
+        biases = [bias_of(linear) for linear in linears]
         if all(bias is None for bias in biases):
             return None
         if len(biases) == 1:
             return self.hold(biases[0])
-        rows = [linear.out_features for linear in linears]
+        rows = [out_features_of(linear) for linear in linears]
         packed = self.empty(sum(rows)).zero_()
         for bias, room in zip(biases, packed.split(rows)):
             if bias is not None:

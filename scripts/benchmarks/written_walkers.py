@@ -7,10 +7,11 @@ from transformers import PreTrainedModel
 from flex_engine import WrittenWalker
 from gemma4_flex_inference import Gemma4Walker, text_model
 from qwen3_flex_inference import Qwen3Walker
+from qwen3_moe_flex import FlexMoEInference
 
 __all__ = ["WALKERS", "text_model", "walker_class_of"]
 
-WALKERS: tuple[type[WrittenWalker], ...] = (Qwen3Walker, Gemma4Walker)
+WALKERS: tuple[type[WrittenWalker], ...] = (Qwen3Walker, Gemma4Walker, FlexMoEInference)
 
 
 def walker_class_of(model: PreTrainedModel) -> type[WrittenWalker]:
