@@ -393,7 +393,7 @@ def _add_norm_kernel(
     N: tl.constexpr, SPLIT_K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):
     wait_for_inputs(PDL)
-    row = tl.program_id(0)
+    row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
     mask = cols < N
     weight = tl.load(weight_ptr + cols, mask=mask, other=0.0).to(tl.float32)
@@ -488,12 +488,17 @@ def linear_splits_triton(x_TK, weight_NK, options: LinearOptions) -> Tensor:
 
 def linear_add_norm_triton(x_TK, weight_NK, residual_TN, norm_weight_N, eps, options: LinearOptions = LinearOptions()):
     """The projection leaves its split sums over K in fp32 and the norm adds them up: no program waits for another."""
-    T, N = len(x_TK), len(weight_NK)
-    partial_STN = linear_splits_triton(x_TK, weight_NK, options)
-    total_TN, normed_TN = torch.empty_like(residual_TN), torch.empty_like(residual_TN)
+    return add_norm_triton(linear_splits_triton(x_TK, weight_NK, options), residual_TN, norm_weight_N, eps)
+
+
+def add_norm_triton(partial_STN: Tensor, residual_TN: Tensor, norm_weight_N: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(normed_TN, total_TN), total = the sum over S in fp32 + residual, rounded once."""
+    assert partial_STN.is_contiguous() and residual_TN.stride(1) == 1
+    splits, T, N = partial_STN.shape
+    total_TN, normed_TN = residual_TN.new_empty((T, N)), residual_TN.new_empty((T, N))
     block = next_power_of_2(N)
     _add_norm_kernel[(T,)](
         partial_STN, residual_TN, norm_weight_N, normed_TN, total_TN, eps, T, residual_TN.stride(0), N=N,
-        SPLIT_K=options.split_k, BLOCK=block, num_warps=min(max(block // 256, 1), 16), **pdl_options(T),
+        SPLIT_K=splits, BLOCK=block, num_warps=min(max(block // 256, 1), 16), **pdl_options(T),
     )
     return normed_TN, total_TN
