@@ -1,0 +1,246 @@
+"""Triton kernels of the mixture-of-experts layers (flex_moe.py has the contracts, flex_triton.py the conventions).
+
+A layer is four launches behind the router's product: `route`; `plan_experts`, which sorts the pairs of a token and an expert into
+tiles of one expert each; twice the grouped product, gate and up with SiLU and then down times the routing weight; and the sum over
+a token's experts with residual and norm, which is the sum over splits that flex_linear has.
+
+A decode step is bound by reading the weights of the experts that were hit. So each program streams the rows of its weight tile
+once, past all the tokens of its expert (the few tokens lie along the tensor core's narrow side); the grid is fixed at the most
+tiles that the number of pairs allows, and programs without a tile leave at once.
+
+Shape suffixes besides those of flex_moe.py: M tiles, B pairs of a tile (block_m), N output and K input features of a product,
+S splits of a sum, G blocks of 64 input features.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flex_triton import TensorDescriptor, cdiv, jit, next_power_of_2, pdl_options, tl, wait_for_inputs
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Routing
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@jit
+def _route_kernel(
+    logits_ptr, weights_ptr, experts_ptr, logits_stride,
+    E: tl.constexpr, TOP_K: tl.constexpr, NORMALIZE: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    wait_for_inputs(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    ids, k = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_K)
+    logits = tl.load(logits_ptr + token * logits_stride + ids, mask=ids < E, other=-float("inf")).to(tl.float32)
+    powers = tl.exp(logits - tl.max(logits))
+    left = tl.where(ids < E, powers / tl.sum(powers), -1.0)
+    weights = tl.zeros([BLOCK_K], tl.float32)
+    experts = tl.zeros([BLOCK_K], tl.int32)
+    for i in tl.static_range(TOP_K):
+        largest = tl.max(left)
+        best = tl.min(tl.where(left == largest, ids, E - 1))  # of NaN logits the last expert: an id that exists
+        weights = tl.where(k == i, largest, weights)
+        experts = tl.where(k == i, best, experts)
+        left = tl.where(ids == best, -1.0, left)
+    if NORMALIZE:
+        weights = weights / tl.sum(weights)
+    tl.store(weights_ptr + token * TOP_K + k, weights.to(weights_ptr.dtype.element_ty), mask=k < TOP_K)
+    tl.store(experts_ptr + token * TOP_K + k, experts, mask=k < TOP_K)
+
+
+def route_triton(logits_TE: Tensor, top_k: int, normalize: bool) -> tuple[Tensor, Tensor]:
+    T, E = logits_TE.shape
+    assert logits_TE.stride(1) == 1 and top_k <= E
+    weights_TK = logits_TE.new_empty((T, top_k))
+    experts_TK = torch.empty((T, top_k), dtype=torch.int32, device=logits_TE.device)
+    if T:
+        _route_kernel[(T,)](
+            logits_TE, weights_TK, experts_TK, logits_TE.stride(0), E=E, TOP_K=top_k, NORMALIZE=normalize,
+            BLOCK_E=next_power_of_2(E), BLOCK_K=next_power_of_2(top_k), num_warps=1, **pdl_options(T),
+        )  # fmt: skip
+    return weights_TK, experts_TK
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Which pairs are whose
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ExpertPlan:
+    """Pairs (token * K + k) by expert, in tiles of one expert each; -1 where a tile is not full and past the last tile."""
+
+    experts_M: Tensor  # int32: the expert of each tile
+    pairs_MB: Tensor  # int32
+    top_k: int
+
+    @property
+    def block_m(self) -> int:
+        return self.pairs_MB.shape[1]
+
+
+def max_tiles(pairs: int, num_experts: int, block_m: int) -> int:
+    """Tiles enough for any routing: each expert that is hit may leave one tile unfilled."""
+    return (pairs + min(pairs, num_experts) * (block_m - 1)) // block_m
+
+
+@jit
+def _plan_kernel(
+    experts_ptr, tile_experts_ptr, tile_pairs_ptr, P, tiles,
+    E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_P: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program per expert: counts them all, so that it knows its first tile, then ranks its own pairs in their order."""
+    wait_for_inputs(PDL)
+    expert = tl.program_id(0)
+    lanes, ids = tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_E)
+    counts = tl.zeros([BLOCK_E], tl.int32)
+    for first in range(0, P, BLOCK_P):
+        inside = first + lanes < P
+        counts += tl.histogram(tl.load(experts_ptr + first + lanes, mask=inside, other=0), BLOCK_E, mask=inside)
+    tiles_of = (counts + BLOCK_M - 1) // BLOCK_M
+    first_tile = tl.sum(tl.where(ids < expert, tiles_of, 0))
+    count = tl.sum(tl.where(ids == expert, counts, 0))
+    end_tile = first_tile + (count + BLOCK_M - 1) // BLOCK_M
+
+    ranked = first_tile * BLOCK_M
+    for first in range(0, P, BLOCK_P):
+        mine = tl.load(experts_ptr + first + lanes, mask=first + lanes < P, other=-1) == expert
+        rank = tl.cumsum(mine.to(tl.int32))
+        tl.store(tile_pairs_ptr + ranked + rank - 1, first + lanes, mask=mine)
+        ranked += tl.sum(mine.to(tl.int32))
+    unfilled = ranked + tl.arange(0, BLOCK_M)
+    tl.store(tile_pairs_ptr + unfilled, -1, mask=unfilled < end_tile * BLOCK_M)
+    for first in range(first_tile, end_tile, BLOCK_E):
+        tl.store(tile_experts_ptr + first + ids, expert, mask=first + ids < end_tile)
+    if expert == E - 1:
+        for first in range(end_tile, tiles, BLOCK_E):
+            tl.store(tile_experts_ptr + first + ids, -1, mask=first + ids < tiles)
+
+
+def plan_experts_triton(experts_TK: Tensor, num_experts: int, block_m: int) -> ExpertPlan:
+    assert experts_TK.is_contiguous() and experts_TK.dtype == torch.int32
+    P = experts_TK.numel()
+    tiles = max_tiles(P, num_experts, block_m)
+    experts_M = torch.empty(tiles, dtype=torch.int32, device=experts_TK.device)
+    pairs_MB = torch.empty((tiles, block_m), dtype=torch.int32, device=experts_TK.device)
+    _plan_kernel[(num_experts,)](
+        experts_TK, experts_M, pairs_MB, P, tiles, E=num_experts, BLOCK_E=max(next_power_of_2(num_experts), 32),
+        BLOCK_M=block_m, BLOCK_P=min(max(next_power_of_2(P), 128), 2048), num_warps=4, **pdl_options(len(experts_TK)),
+    )  # fmt: skip
+    return ExpertPlan(experts_M, pairs_MB, experts_TK.shape[1])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The grouped product
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class GroupedOptions:
+    """Tiles of the grouped product."""
+
+    block_n: int = 64  # weight rows per program, of each half in gate_up
+    block_k: int = 64
+    num_warps: int = 4
+    num_stages: int = 4  # weight tiles in flight per program
+    tma: bool = False  # weights by the bulk copy engine
+
+
+@jit
+def _grouped_kernel(
+    x_ptr, weight, tile_experts_ptr, tile_pairs_ptr, routing_ptr, y_ptr, x_stride, tokens,
+    N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, BY_TOKEN: tl.constexpr, GATED: tl.constexpr, TO_PAIR: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr, TMA: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """y^T = weight_e x^T for the pairs of a tile and BLOCK_N outputs, whose gate and up rows lie side by side if GATED.
+
+    BY_TOKEN: x has a row for each token, else one for each place in the plan, as y has unless it is TO_PAIR: there it is
+    `[K, T, N]`, times the routing weight. `weight` is a pointer to `[E, halves, N, K]`, or a descriptor of `[E, N, halves, K]`.
+    """
+    wait_for_inputs(PDL)
+    HALVES: tl.constexpr = 2 if GATED else 1
+    EVEN: tl.constexpr = N % BLOCK_N == 0 and K % BLOCK_K == 0
+    tile_n, tile = tl.program_id(0), tl.program_id(1)
+    expert = tl.load(tile_experts_ptr + tile)
+    places = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    pairs = tl.load(tile_pairs_ptr + places)
+    if expert < 0:
+        return
+    taken = pairs >= 0
+    rows = places
+    if BY_TOKEN:
+        rows = pairs // TOP_K
+    k = tl.arange(0, BLOCK_K)
+    x_ptrs = x_ptr + rows.to(tl.int64)[None, :] * x_stride + k[:, None]
+    n0 = tile_n * BLOCK_N
+    if not TMA:
+        lines = tl.arange(0, HALVES * BLOCK_N)
+        n = n0 + lines // HALVES
+        w_ptrs = weight + expert.to(tl.int64) * (HALVES * N * K) + (n + (lines % HALVES) * N)[:, None] * K + k[None, :]
+    if TO_PAIR:
+        factor = tl.load(routing_ptr + pairs, mask=taken, other=0.0).to(tl.float32)
+    acc = tl.zeros([HALVES * BLOCK_N, BLOCK_M], tl.float32)
+    for start in tl.range(0, K, BLOCK_K, num_stages=NUM_STAGES):
+        if EVEN:
+            x = tl.load(x_ptrs + start, mask=taken[None, :], other=0.0)
+        else:
+            x = tl.load(x_ptrs + start, mask=taken[None, :] & (start + k < K)[:, None], other=0.0)
+        if TMA:
+            w = weight.load([expert, n0, 0, start]).reshape([HALVES * BLOCK_N, BLOCK_K])
+        elif EVEN:
+            w = tl.load(w_ptrs + start, eviction_policy="evict_first")
+        else:
+            w = tl.load(w_ptrs + start, mask=(n < N)[:, None] & (start + k < K)[None, :], other=0.0)
+        acc = tl.dot(w, x, acc, input_precision="ieee")
+
+    n = n0 + tl.arange(0, BLOCK_N)
+    if GATED:
+        gate, up = tl.split(acc.reshape([BLOCK_N, 2, BLOCK_M]).permute(0, 2, 1))
+        acc = gate / (1.0 + tl.exp(-gate)) * up
+    if TO_PAIR:
+        acc *= factor[None, :]
+        places = (pairs % TOP_K) * tokens + pairs // TOP_K
+    y_ptrs = y_ptr + places.to(tl.int64)[None, :] * N + n[:, None]
+    tl.store(y_ptrs, acc.to(y_ptr.dtype.element_ty), mask=(n < N)[:, None] & taken[None, :])
+
+
+def _launch_grouped(
+    x: Tensor, weight_ENK: Tensor, plan: ExpertPlan, y: Tensor, options: GroupedOptions, tokens: int, by_token: bool = False,
+    gated: bool = False, weights_TK: Tensor | None = None,
+) -> None:
+    E, rows, K = weight_ENK.shape
+    halves = 2 if gated else 1
+    N = rows // halves
+    assert weight_ENK.is_contiguous() and x.stride(1) == 1 and x.shape[1] == K and x.dtype == weight_ENK.dtype
+    weight = weight_ENK
+    if options.tma:
+        assert K % options.block_k == 0
+        strides, block = [rows * K, K, N * K, 1], [1, options.block_n, halves, options.block_k]
+        weight = TensorDescriptor(weight_ENK, [E, N, halves, K], strides, block)
+    _grouped_kernel[cdiv(N, options.block_n), len(plan.experts_M)](
+        x, weight, plan.experts_M, plan.pairs_MB, plan.pairs_MB if weights_TK is None else weights_TK, y, x.stride(0), tokens,
+        N=N, K=K, TOP_K=plan.top_k, BY_TOKEN=by_token, GATED=gated, TO_PAIR=weights_TK is not None, BLOCK_M=plan.block_m,
+        BLOCK_N=options.block_n, BLOCK_K=options.block_k, NUM_STAGES=options.num_stages, TMA=options.tma,
+        num_warps=options.num_warps, **pdl_options(tokens),
+    )  # fmt: skip
+
+
+def experts_gate_up_triton(x_TC: Tensor, gate_up_EIC: Tensor, plan: ExpertPlan, options: GroupedOptions) -> Tensor:
+    """silu(x gate_eᵀ) * (x up_eᵀ) for each pair, at its place in the plan: `[M * B, I]`, undefined where there is no pair."""
+    hidden_PI = x_TC.new_empty((plan.pairs_MB.numel(), gate_up_EIC.shape[1] // 2))
+    _launch_grouped(x_TC, gate_up_EIC, plan, hidden_PI, options, len(x_TC), by_token=True, gated=True)
+    return hidden_PI
+
+
+def experts_down_triton(
+    hidden_PI: Tensor, down_ECI: Tensor, weights_TK: Tensor, plan: ExpertPlan, options: GroupedOptions
+) -> Tensor:
+    """weight * (hidden down_eᵀ) for each pair: `[K, T, C]`."""
+    T, top_k = weights_TK.shape
+    y_KTC = hidden_PI.new_empty((top_k, T, down_ECI.shape[1]))
+    _launch_grouped(hidden_PI, down_ECI, plan, y_KTC, options, T, weights_TK=weights_TK)
+    return y_KTC
