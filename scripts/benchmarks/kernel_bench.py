@@ -1,5 +1,7 @@
 """Check and time every decode kernel at Qwen3-4B's shapes on this GPU: `python kernel_bench.py --json out.json`.
 
+The section `moe` has the shapes of Qwen3-30B-A3B; its floor counts the weights of the experts that were hit.
+
 Each kernel is first compared with its plain reference, then timed inside one CUDA graph of 36 layers whose weights and
 KV pools are all different, so that the L2 cache holds none of them when a replay comes round. Microseconds are per
 layer; `floor` is the time the same bytes take at the card's measured copy bandwidth.
@@ -15,7 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 
 import torch
@@ -25,6 +27,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import flex_decode_attention
 import flex_kernels
 import flex_linear
+import flex_moe
+import flex_moe_kernels
 import flex_sampling
 import flex_triton
 
@@ -114,8 +118,9 @@ def _short(variant) -> str:
     """What an option differs in from the default."""
     if isinstance(variant, str):
         return variant
-    changed = (f.name for f in fields(variant) if getattr(variant, f.name) != f.default)
-    return f"{type(variant).__name__}({', '.join(f'{name}={getattr(variant, name)}' for name in changed)})"
+    changed = {f.name: getattr(variant, f.name) for f in fields(variant) if getattr(variant, f.name) != f.default}
+    values = (f"{name}={_short(value) if is_dataclass(value) else value}" for name, value in changed.items())
+    return f"{type(variant).__name__}({', '.join(values)})"
 
 
 # --- compiling ahead, in parallel ------------------------------------------------------------------------------------
@@ -153,6 +158,8 @@ def _compile(job: tuple) -> str | None:
             attention_step(attention_inputs(batch, 1, "cpu"), options)(0)
         elif kind == "shared prefix":
             shared_prefix_step(shared_prefix_inputs(*shape, batch, 1, "cpu"), options, share=True)(0)
+        elif kind.startswith("moe"):
+            moe_step(kind.removeprefix("moe "), moe_inputs(batch, moe_banks(1, "cpu")), options)(0)
         elif kind == "attention check":
             flex_decode_attention.paged_decode_attention_triton(*attention_case(*shape, "cpu"))
         else:
@@ -466,6 +473,134 @@ def print_tuned(choices: dict[int, Choice]) -> None:
     print("}", flush=True)
 
 
+# --- mixture of experts ----------------------------------------------------------------------------------------------
+
+MOE_LAYERS, MOE_EXPERTS, MOE_TOP_K, MOE_HIDDEN, MOE_INTERMEDIATE = 9, 128, 8, 2048, 768
+MOE_BATCHES = [16, 32, 48, 64, 128, 256]
+
+
+@dataclass
+class MoEInputs:
+    x_TC: torch.Tensor
+    norm_C: torch.Tensor
+    logits: list[torch.Tensor]  # of each layer's router
+    routed: list[tuple[torch.Tensor, torch.Tensor]]
+    banks: list[flex_moe.Experts]
+
+    def bytes_of(self, weight: str) -> float:
+        """Of the experts that were hit, mean over the layers."""
+        hit = statistics.mean(len(experts_TK.unique()) for _, experts_TK in self.routed)
+        return hit * getattr(self.banks[0], weight)[0].nbytes
+
+
+def moe_inputs(batch: int, banks: list[flex_moe.Experts]) -> MoEInputs:
+    """Every layer has a routing of its own, by random logits: each expert is as likely as another."""
+    weight = banks[0].gate_up_EIC
+    x_TC, residual_C = (weight.new_empty(shape).normal_() for shape in ((batch, MOE_HIDDEN), (MOE_HIDDEN,)))
+    logits = [weight.new_empty(batch, MOE_EXPERTS).normal_() for _ in banks]
+    return MoEInputs(x_TC, residual_C, logits, [flex_moe.route(logits_TE, MOE_TOP_K, True) for logits_TE in logits], banks)
+
+
+def moe_banks(layers: int, device: str) -> list[flex_moe.Experts]:
+    """Random weights; on a CPU, which only compiles, memory that nobody touches."""
+    shapes = (MOE_EXPERTS, 2 * MOE_INTERMEDIATE, MOE_HIDDEN), (MOE_EXPERTS, MOE_HIDDEN, MOE_INTERMEDIATE)
+    weights = [[torch.empty(shape, dtype=DTYPE, device=device) for shape in shapes] for _ in range(layers)]
+    for weight in (weight for pair in weights for weight in pair if device != "cpu"):
+        weight.normal_(std=weight.shape[2] ** -0.5)
+    return [flex_moe.Experts(*pair) for pair in weights]
+
+
+def moe_step(part: str, inputs: MoEInputs, options: flex_moe.MoEOptions) -> Callable[[int], object]:
+    """One product, or the layer from the router's logits to the next norm."""
+    layers = len(inputs.banks)
+    if part == "layer":
+        banks = [flex_moe.Experts(bank.gate_up_EIC, bank.down_ECI, options) for bank in inputs.banks]
+
+        def layer(i):
+            routed = flex_moe_kernels.route_triton(inputs.logits[i % layers], MOE_TOP_K, True)
+            y_KTC = flex_moe.experts_triton(banks[i % layers], inputs.x_TC, *routed)
+            return flex_linear.add_norm_triton(y_KTC, inputs.x_TC, inputs.norm_C, 1e-6)
+
+        return layer
+    plans = [flex_moe_kernels.plan_experts_triton(experts, MOE_EXPERTS, options.block_m) for _, experts in inputs.routed]
+    if part == "gate_up":
+        return lambda i: flex_moe_kernels.experts_gate_up_triton(
+            inputs.x_TC, inputs.banks[i % layers].gate_up_EIC, plans[i % layers], options.gate_up
+        )
+    hidden_PI = inputs.x_TC.new_empty(plans[0].pairs_MB.numel(), MOE_INTERMEDIATE).normal_()
+    return lambda i: flex_moe_kernels.experts_down_triton(
+        hidden_PI, inputs.banks[i % layers].down_ECI, inputs.routed[i % layers][0], plans[i % layers], options.down
+    )
+
+
+MOE_TILES = {  # block_n, block_k, num_warps, num_stages, tma
+    "gate_up": (
+        (64, 64, 4, 4, False), (64, 64, 4, 4, True), (32, 64, 4, 6, False), (32, 64, 4, 6, True), (64, 64, 4, 3, False),
+        (64, 64, 4, 3, True), (32, 128, 4, 4, True), (64, 128, 4, 3, True), (64, 64, 4, 6, True), (32, 128, 4, 3, False),
+        (128, 64, 8, 4, True), (64, 128, 8, 3, True), (32, 64, 4, 4, False), (64, 64, 8, 4, False), (128, 64, 8, 3, True),
+    ),
+    "down": (
+        (64, 64, 4, 6, False), (64, 64, 4, 6, True), (128, 64, 4, 4, False), (128, 64, 4, 4, True), (64, 64, 4, 4, False),
+        (64, 64, 4, 4, True), (64, 128, 4, 4, True), (128, 128, 4, 3, True), (64, 128, 4, 3, False), (128, 64, 4, 3, True),
+        (256, 64, 8, 4, True), (128, 64, 8, 6, True), (64, 128, 4, 6, True), (256, 64, 8, 3, True),
+    ),
+}  # fmt: skip
+
+
+def moe_variants(part: str, block_m: int) -> list[flex_moe.MoEOptions]:
+    tiles = [flex_moe_kernels.GroupedOptions(*tile) for tile in MOE_TILES[part]]
+    return [replace(flex_moe.MoEOptions(block_m), **{part: tile}) for tile in tiles]
+
+
+def moe_blocks(batch: int) -> tuple[int, ...]:
+    return (16, 32) if batch <= 64 else (16, 32, 64)
+
+
+def moe_rule(batch: int) -> flex_moe.MoEOptions:
+    return flex_moe.moe_options(batch * MOE_TOP_K, MOE_EXPERTS, DTYPE)
+
+
+def bench_moe(report: Report, batches: list[int], budget: float) -> None:
+    """Each product in every tile, then the layer with flex_moe.py's tiles and the best found, without and with dependent launch."""
+    shipped_rows = flex_triton.PDL_ROWS
+    banks = moe_banks(MOE_LAYERS, "cuda")
+    for batch in batches:
+        inputs = moe_inputs(batch, banks)
+        x_TC, (weights_TK, experts_TK) = inputs.x_TC, inputs.routed[0]
+        y_TC = banks[0](x_TC, weights_TK, experts_TK)
+        expected = flex_moe.experts_reference(banks[0], x_TC, weights_TK, experts_TK).sum(0)
+        report.check(f"experts {batch}", y_TC, expected, 2e-2)
+        again = torch.stack([banks[0](x_TC, weights_TK, experts_TK) for _ in range(20)])
+        report.check(f"experts {batch} repeats", again, y_TC[None], 0.0)
+
+        us = graph_us(lambda i: flex_moe_kernels.route_triton(inputs.logits[i % MOE_LAYERS], MOE_TOP_K, True))
+        print(report.add("moe route", batch, "", us, inputs.logits[0].nbytes), flush=True)
+        us = graph_us(lambda i: flex_moe_kernels.plan_experts_triton(experts_TK, MOE_EXPERTS, 16))
+        print(report.add("moe plan", batch, "", us, experts_TK.nbytes), flush=True)
+        moved = {"gate_up": inputs.bytes_of("gate_up_EIC"), "down": inputs.bytes_of("down_ECI")}
+        best: list[tuple[float, flex_moe.MoEOptions]] = []
+        deadline = time.monotonic()
+        for block_m in moe_blocks(batch):
+            total_us, found = 0.0, flex_moe.MoEOptions(block_m)
+            for part in MOE_TILES:
+                deadline += budget / len(batches) / len(moe_blocks(batch)) / len(MOE_TILES)
+                variants = moe_variants(part, block_m)
+                us, options = best_of(
+                    report, f"moe {part}", batch, moved[part], variants, lambda o: moe_step(part, inputs, o), deadline
+                )
+                total_us += us
+                found = replace(found, **{part: getattr(options, part)})
+            best.append((total_us, found))
+        rows = [("tiles of flex_moe.py", moe_rule(batch)), ("best tiles", min(best, key=lambda row: row[0])[1])]
+        for dependent_rows, suffix in ((range(0), ""), (range(batch, batch + 1), ", dependent launch")):
+            flex_triton.PDL_ROWS = dependent_rows
+            for name, options in rows:
+                us = graph_us(moe_step("layer", inputs, options))
+                variant = f"{name}{suffix} {_short(options)}"
+                print(report.add("moe layer", batch, variant, us, sum(moved.values())), flush=True)
+        flex_triton.PDL_ROWS = shipped_rows
+
+
 # --- the small kernels -----------------------------------------------------------------------------------------------
 
 
@@ -637,14 +772,15 @@ def check_all(report: Report) -> None:
                 report.check(f"{name} {which}", a[same], b[same], 1e-4)
 
 
-SECTIONS = ("checks", "small", "attention", "shared", "linear", "step")
+SECTIONS = ("checks", "small", "attention", "shared", "linear", "step", "moe")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--json", type=Path, help="write every figure to this file")
     parser.add_argument("--batches", type=int, nargs="+", default=[8, 32, 64, 128, 256])
-    parser.add_argument("--budget", type=float, default=40.0, help="seconds for each of the two sweeps (default: 40)")
+    parser.add_argument("--moe_batches", type=int, nargs="+", default=MOE_BATCHES, help="those of the section moe")
+    parser.add_argument("--budget", type=float, default=40.0, help="seconds for each sweep of a section (default: 40)")
     parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=SECTIONS, help="what to run (default: everything)")
     args = parser.parse_args()
     if not torch.cuda.is_available():
@@ -675,6 +811,15 @@ def main() -> int:
             for kind in LINEAR_SHAPES
             for options in linear_variants(kind, batch)
         ]
+    if "moe" in args.sections:
+        jobs += [("moe layer", batch, None, moe_rule(batch)) for batch in args.moe_batches]
+        jobs += [
+            (f"moe {part}", batch, None, options)
+            for batch in args.moe_batches
+            for block_m in moe_blocks(batch)
+            for part in MOE_TILES
+            for options in moe_variants(part, block_m)
+        ]
     compile_ahead(jobs)
     report = Report()
     choices = {}
@@ -690,6 +835,8 @@ def main() -> int:
         choices = bench_linear(report, args.batches, args.budget)
     if "step" in args.sections:
         bench_step(report, args.batches, choices)
+    if "moe" in args.sections:
+        bench_moe(report, args.moe_batches, args.budget)
     if choices:
         print_tuned(choices)
     compile_ahead.pool.shutdown()
