@@ -179,6 +179,33 @@ def test_every_round_equals_a_fresh_engine(reference, model):
         assert engine.cache.pages.num_used == 0
 
 
+def test_requests_that_arrive_one_after_the_other(model, prompts, expected):
+    """Each is given as soon as it has ended, numbered in the order of arrival; one that can't be run harms no other."""
+    engine = make_engine(model, max_batch_size=3)
+    order = [0, 4, 2, 1, 5, 3]
+
+    def arrivals():
+        for at, index in enumerate(order):
+            yield [prompts[index], []], [greedy(4 if at == 2 else NEW), greedy()]
+            yield [], []
+
+    outputs = {}
+    for output in engine.stream(arrivals()):
+        if output.error is None:
+            outputs[output.index] = output.outputs[0].token_ids
+        else:
+            assert output.index % 2 == 1 and output.error == "empty"
+    assert [outputs[2 * at] for at in range(6)] == [expected[index][: 4 if at == 2 else NEW] for at, index in enumerate(order)]
+    assert list(outputs)[0] == 4 and torch.is_grad_enabled()
+    closed = engine.stream(arrivals())
+    next(closed)
+    with pytest.raises(RuntimeError, match="while the engine is generating"):
+        engine.generate(prompts, greedy())
+    closed.close()
+    assert engine.cache.pages.num_used == 0
+    assert tokens_of(engine.generate(prompts, greedy())) == expected
+
+
 def test_a_second_call_returns_its_own_requests(model, prompts, expected):
     engine = make_engine(model)
     engine.generate(prompts[:3], greedy())

@@ -21,13 +21,13 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import secrets
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence as SequenceOf
+from collections.abc import Callable, Iterable, Iterator, Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
@@ -379,30 +379,25 @@ class FlexEngine:
             params = [params or SamplingParams()] * len(prompts)
         if len(params) != len(prompts):
             raise ValueError(f"{len(params)} SamplingParams for {len(prompts)} prompts")
-        outputs, errors = [], {}
-        for index, (prompt, p) in enumerate(zip(prompts, params)):
-            ids, error = self._encode(prompt, p)
-            outputs.append(RequestOutput(index, ids, error=error))
-            if error:
-                errors[index] = error
+        outputs = self._requests(prompts, params, itertools.count())
+        errors = {output.index: output.error for output in outputs if output.error}
         if errors and not skip_invalid:
             raise InvalidPromptError(errors)
-        sequences = self._sequences(outputs, params)
-        self._require_idle("generate")
-        self.wake_up()
-        if sequences:
-            with torch.no_grad(), torch.autocast(self.device.type, enabled=False), self.walker.session():
-                self._run(sequences, progress)
-        for sequence in sequences:
-            text = sequence.text if sequence.text is not None else self._decode_text(sequence.token_ids)
-            outputs[sequence.request].outputs.append(
-                CompletionOutput(
-                    sequence.index, sequence.token_ids, text, sequence.logprobs, sequence.full_logprobs, sequence.finish_reason
-                )
-            )
-        for output in outputs:
-            output.outputs.sort(key=lambda completion: completion.index)
+        for _ in self._stream(iter([(outputs, params)]), progress):
+            pass
         return outputs
+
+    def stream(
+        self, arrivals: Iterable[tuple[SequenceOf[str | SequenceOf[int]], SequenceOf[SamplingParams]]]
+    ) -> Iterator[RequestOutput]:
+        """`generate` for requests that come one after the other: gives each as soon as all of its completions have ended.
+
+        `arrivals` gives (prompts, their params), perhaps none, and is asked before each look until it ends; where nothing runs it may
+        wait. Requests are numbered through. A prompt that can't be run comes back with its `error`. The engine is busy, and gradients are
+        off in this thread, until the stream has ended or is closed.
+        """
+        numbers = itertools.count()
+        yield from self._stream((self._requests(prompts, params, numbers), params) for prompts, params in arrivals)
 
     def refresh_lora(self) -> None:
         """Takes over the trainer's current weights, adapter or full; call it after every optimizer step."""
@@ -487,6 +482,13 @@ class FlexEngine:
             return ids, "stop strings need a tokenizer, and the engine has none"
         return ids, None
 
+    def _requests(self, prompts: SequenceOf, params: SequenceOf[SamplingParams], numbers: Iterator[int]) -> list[RequestOutput]:
+        requests = []
+        for prompt, p in zip(prompts, params, strict=True):
+            ids, error = self._encode(prompt, p)
+            requests.append(RequestOutput(next(numbers), ids, error=error))
+        return requests
+
     def _stop_ids(self, params: SamplingParams) -> list[int]:
         return sorted({*params.stop_token_ids, *(() if params.ignore_eos else self.eos_ids)})
 
@@ -512,27 +514,49 @@ class FlexEngine:
 
     # -------------------------------------------------------------------------------------------------------------- loop
 
-    def _run(self, sequences: list[Sequence], progress: bool) -> None:
-        scheduler = self._scheduler = Scheduler(self.cache, self.config.max_batch_size, sequences)
-        self._stats.prompt_tokens += sum(len(sequence.prompt) for sequence in sequences)
-        bar = tqdm(total=len(sequences), desc="generating", unit="seq", disable=None if progress else True)
+    def _stream(
+        self, arrivals: Iterator[tuple[list[RequestOutput], SequenceOf[SamplingParams]]], progress: bool = False
+    ) -> Iterator[RequestOutput]:
+        self._require_idle("generate")
+        self.wake_up()
+        scheduler = self._scheduler = Scheduler(self.cache, self.config.max_batch_size, [])
+        under_way: dict[int, tuple[RequestOutput, int]] = {}  # with the number of its completions
+        bar = tqdm(total=0, desc="generating", unit="seq", disable=None if progress else True)
         started, generated = time.perf_counter(), self._stats.generated_tokens
         try:
-            while scheduler.busy:
-                self._refill(scheduler)
-                finished = self._decode_window(scheduler)
-                bar.update(finished)
-                if progress:
-                    rate = (self._stats.generated_tokens - generated) / (time.perf_counter() - started)
-                    bar.set_postfix(
-                        {
-                            "tok/s": f"{rate:.0f}",
-                            "running": len(scheduler.running),
-                            "waiting": len(scheduler.waiting),
-                            "free pages": self.cache.pages.num_free,
-                        },
-                        refresh=False,
-                    )
+            with torch.no_grad(), torch.autocast(self.device.type, enabled=False), self.walker.session():
+                arrived = next(arrivals, None)
+                while arrived is not None or scheduler.busy:
+                    if arrived is not None:
+                        requests, params = arrived
+                        sequences = self._sequences(requests, params)
+                        scheduler.waiting.extend(sequences)
+                        self._stats.prompt_tokens += sum(len(sequence.prompt) for sequence in sequences)
+                        bar.total += len(sequences)
+                        under_way |= {request.index: (request, p.n) for request, p in zip(requests, params)}
+                        yield from (request for request in requests if request.error)
+                    if scheduler.busy:
+                        self._refill(scheduler)
+                        for sequence in self._decode_window(scheduler):
+                            bar.update()
+                            request, n = under_way[sequence.request]
+                            request.outputs.append(self._completion(sequence))
+                            if len(request.outputs) == n:
+                                del under_way[sequence.request]
+                                request.outputs.sort(key=lambda completion: completion.index)
+                                yield request
+                    if progress:
+                        rate = (self._stats.generated_tokens - generated) / (time.perf_counter() - started)
+                        bar.set_postfix(
+                            {
+                                "tok/s": f"{rate:.0f}",
+                                "running": len(scheduler.running),
+                                "waiting": len(scheduler.waiting),
+                                "free pages": self.cache.pages.num_free,
+                            },
+                            refresh=False,
+                        )
+                    arrived = next(arrivals, None)
         finally:
             # An interrupted rollout must leave the pool as it found it.
             scheduler.release_all()
@@ -540,6 +564,12 @@ class FlexEngine:
             self._scheduler = None
             bar.close()
         self.cache.pages.check()
+
+    def _completion(self, sequence: Sequence) -> CompletionOutput:
+        text = sequence.text if sequence.text is not None else self._decode_text(sequence.token_ids)
+        return CompletionOutput(
+            sequence.index, sequence.token_ids, text, sequence.logprobs, sequence.full_logprobs, sequence.finish_reason
+        )
 
     def _refill(self, scheduler: Scheduler) -> None:
         """Admits what fits, prefill batch by prefill batch."""
@@ -575,8 +605,8 @@ class FlexEngine:
         self.walker.forward(tokens_T, positions_T, attend)
         self._stats.prefill_tokens += total
 
-    def _decode_window(self, scheduler: Scheduler) -> int:
-        """Several decode steps, then a look at what they gave. Returns how many sequences ended."""
+    def _decode_window(self, scheduler: Scheduler) -> list[Sequence]:
+        """Several decode steps, then a look at what they gave. Returns the sequences that ended."""
         started = time.perf_counter()
         steps = scheduler.reserve(self.steps_per_look)
         running, state = scheduler.running, self.state
@@ -650,13 +680,13 @@ class FlexEngine:
         self.graphs[bucket, shares_pages] = graph
         return graph
 
-    def _look(self, scheduler: Scheduler, steps: int) -> int:
+    def _look(self, scheduler: Scheduler, steps: int) -> list[Sequence]:
         """Hands the ring's tokens to their sequences and ends those that are done."""
         running = list(scheduler.running)
         tokens = self.state.host_tokens[:steps, : len(running)].numpy()
         logprobs = self.state.host_logprobs[:steps, :, : len(running)].numpy()
         counts = (tokens != SlotColumn.NO_TOKEN).sum(0).tolist()
-        finished = 0
+        finished = []
         if (tokens == -1).any():
             row = int(np.nonzero((tokens == -1).any(0))[0][0])
             self.cache.clear()  # a masked key has weight 0, and 0 * NaN would reach the pages' next owners
@@ -676,7 +706,7 @@ class FlexEngine:
                     sequence.finish_reason = "length"
             if sequence.finish_reason is not None:
                 scheduler.finish(sequence)
-                finished += 1
+                finished.append(sequence)
         return finished
 
     def _cut_at_stop_string(self, sequence: Sequence, new_tokens: int) -> int:
@@ -817,7 +847,7 @@ class Scheduler:
         """Keys that running sequences hold in the same pages as the sequence before them; 0 where reading these together would
         not pay, because the kernel that does is a little slower for all other keys."""
         total = 0
-        for before, sequence in pairwise(self.running):
+        for before, sequence in itertools.pairwise(self.running):
             full = len(sequence.prefix.token_ids) // self.pages.page_size
             # A prefix that was dropped and computed anew lies in other pages.
             if full and sequence.prefix is before.prefix and sequence.pages[0] == before.pages[0]:
