@@ -292,7 +292,7 @@ def _lookup_plain(codes, scales, DTYPE: tl.constexpr):
 
 
 @jit
-def _weights(codes, scales, DTYPE: tl.constexpr, PTX: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+def nf4_weights(codes, scales, DTYPE: tl.constexpr, PTX: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
     """`[BLOCK_N, BLOCK_K]` weights of one block of scales. The joins move nothing: each thread's weights are neighbours."""
     if PTX:
         w0, w1, w2, w3 = _lookup(codes, scales, DTYPE)
@@ -332,7 +332,7 @@ def _nf4_linear_kernel(
         else:
             codes = tl.load(codes_ptrs + step * (BLOCK_K // 8), mask=(n < N)[:, None], other=0, eviction_policy="evict_first")
             scales = tl.load(scales_ptr + step * N + n, mask=n < N, other=0.0)
-        acc = tl.dot(_weights(codes, scales, dtype, PTX, BLOCK_N, BLOCK_K), x, acc)
+        acc = tl.dot(nf4_weights(codes, scales, dtype, PTX, BLOCK_N, BLOCK_K), x, acc)
 
     mask = (n < N)[:, None] & (t < T)[None, :]
     y_ptrs = y_ptr + t[None, :].to(tl.int64) * N + n[:, None]
@@ -364,7 +364,7 @@ def _nf4_dequantize_kernel(
     for block in range(tl.program_id(1) * BLOCKS, tl.minimum((tl.program_id(1) + 1) * BLOCKS, K // 64)):
         codes = tl.load(codes_ptr + rows * (K // 8) + block * 8 + tl.arange(0, 8)[None, :], mask=(n < N)[:, None], other=0)
         scales = tl.load(scales_ptr + block * N + n, mask=n < N, other=0.0)
-        weights = _weights(codes, scales, out_ptr.dtype.element_ty, PTX, BLOCK_N, 64)
+        weights = nf4_weights(codes, scales, out_ptr.dtype.element_ty, PTX, BLOCK_N, 64)
         tl.store(out_ptr + rows * K + block * 64 + tl.arange(0, 64)[None, :], weights, mask=(n < N)[:, None])
 
 
