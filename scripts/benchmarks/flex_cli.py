@@ -46,6 +46,7 @@ from transformers import (
 from transformers.convert_slow_tokenizer import TikTokenConverter, bytes_to_unicode
 
 from embedded_model import EmbeddedModelError, embedded_model_path, load_embedded_model
+from flex_compile import COMPILE_MODES, COMPILE_OPTS, COMPILE_VARIABLE, FREEZE
 from flex_engine import (
     CompletionOutput,
     EngineConfig,
@@ -221,6 +222,18 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         action=argparse.BooleanOptionalAction,
         default=EngineConfig.shared_prefix,
         help="decode reads the pages of a prompt once for all of its completions; only with --attention_backend triton",
+    )
+    group.add_argument(
+        "--compile_mode",
+        choices=COMPILE_MODES,
+        help="the written walker's decode through torch.compile before it is captured; walker_fullgraph: a graph break is an error "
+        f"(default: off, or what {COMPILE_VARIABLE} says, where 1 is walker_fullgraph)",
+    )
+    group.add_argument(
+        "--compile_opts",
+        choices=tuple(COMPILE_OPTS),
+        default="stock",
+        help=f"of torch.compile; unsloth_O3: autotuned and fused aggressively; {FREEZE}: weights baked in, so that none can be refreshed",
     )
     for phase in ("decode", "prefill"):
         group.add_argument(
@@ -712,9 +725,13 @@ def run_script(
 
 def make_walker(model: PreTrainedModel, walker_class: Callable[..., Walker], args: argparse.Namespace) -> Walker:
     """The walker of --walker and the LoRA flags; ValueError where they and the model don't go together."""
+    if args.compile_opts == FREEZE and args.verify_no_drift:
+        raise ValueError(f"--verify_no_drift refreshes the weights, and --compile_opts {FREEZE} bakes them in")
     if args.walker == "hf" or args.no_merge_lora:
+        if args.compile_mode not in (None, "off"):
+            raise ValueError("--compile_mode compiles a written walker, and the model's own forward was asked for")
         return HFWalker(unwrapped(model))
-    return walker_class(model, lora_mode=args.lora_mode)
+    return walker_class(model, lora_mode=args.lora_mode, compile_walker=args.compile_mode, compile_opts=args.compile_opts)
 
 
 def run_benchmark(engine: FlexEngine, prompts: list[Prompt], args: argparse.Namespace, backend: str = "flex") -> int:

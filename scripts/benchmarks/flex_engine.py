@@ -36,6 +36,7 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from flex_compile import FREEZE, CompiledForward, compile_mode
 from flex_decode_attention import MIN_SHARED_KEYS
 from flex_kernels import SlotColumn, advance_rows, gather_rows
 from flex_paged_attention import (
@@ -909,14 +910,18 @@ class WrittenWalker:
 
     A subclass names its `model_types`, fills `specs` and `layers` in `build`, and writes `forward`. `model` may be wrapped by PEFT.
     `dtype` is what the engine computes in; parameters of another dtype (fp32 masters) are copied at each refresh. `lora_mode`:
-    "merged" or "active" (flex_lora).
+    "merged" or "active" (flex_lora). `compile_walker`: one of flex_compile.COMPILE_MODES, or True; None asks the environment variable
+    UNSLOTH_FLEX_COMPILE_WALKER. `compile_opts`: one of flex_compile.COMPILE_OPTS.
     """
 
     model_types: tuple[str, ...] = ()
     # The rope types whose frequencies do not depend on the sequence's length, so that one table serves all.
     rope_types = ("default", "linear", "llama3", "yarn", "proportional")
 
-    def __init__(self, model: torch.nn.Module, dtype: torch.dtype | None = None, lora_mode: str | None = None):
+    def __init__(
+        self, model: torch.nn.Module, dtype: torch.dtype | None = None, lora_mode: str | None = None,
+        compile_walker: bool | str | None = None, compile_opts: str = "stock",
+    ):  # fmt: skip
         base = unwrapped(model)
         if base.config.model_type not in self.model_types:
             raise ValueError(
@@ -928,6 +933,10 @@ class WrittenWalker:
         keep_storage_layout(model)
         self.base, self.decoder, self.lora_mode = base, base.get_decoder(), lora_mode
         self._build()
+        self.compile_mode = compile_mode(compile_walker)
+        self.compile_opts = compile_opts
+        if self.compile_mode != "off":
+            self.forward = CompiledForward(self, self.compile_mode, compile_opts)
 
     def _build(self) -> None:
         self.is_built = False
@@ -972,6 +981,8 @@ class WrittenWalker:
 
     def refresh(self) -> bool:
         """Takes over the trainer's state; builds anew where PEFT has wrapped, unwrapped or switched something since."""
+        if self.compile_mode != "off" and self.compile_opts == FREEZE:
+            raise ValueError(f"compile_opts {FREEZE} bakes the weights in, so no refresh reaches them; use stock or unsloth_O3")
         if not self.is_built or self.adapters.changed():
             self._build()
             return True

@@ -13,11 +13,13 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from flex_compile import Opaque
 from flex_triton import cdiv, jit, next_power_of_2, pdl_options, tl, triton, use_triton, wait_for_inputs
 from flex_weights import Product, SharedWeights
 
@@ -139,6 +141,8 @@ class NF4Projection(Product):
 
     def __init__(self, codes_NW: Tensor, scales_GN: Tensor, weight_dtype: torch.dtype, bias: Tensor | None):
         self.codes_NW, self.scales_GN, self.weight_dtype, self.bias = codes_NW, scales_GN, weight_dtype, bias
+        run = partial(_nf4_product, codes_NW, scales_GN, weight_dtype, bias)
+        self.product = Opaque(run, lambda x_TK: (x_TK.new_empty(x_TK.shape[0], codes_NW.shape[0]),))
 
     @classmethod
     def of(cls, weights: SharedWeights, linears: Sequence[nn.Module], bias: Tensor | None = None) -> NF4Projection:
@@ -155,10 +159,16 @@ class NF4Projection(Product):
         return cls(codes_NW, scales_GN, states[0].dtype, weights.pack_bias(linears) if bias is None else bias)
 
     def __call__(self, x_TK: Tensor) -> Tensor:
-        if len(x_TK) <= MAX_FUSED_ROWS and use_triton(x_TK) and x_TK.dtype in (torch.bfloat16, torch.float16):
-            return nf4_linear(x_TK, self.codes_NW, self.scales_GN, self.bias)
-        weight_NK = nf4_dequantize(self.codes_NW, self.scales_GN, self.weight_dtype)
-        return F.linear(x_TK, weight_NK.to(x_TK.dtype), self.bias)
+        return self.product(x_TK)[0]
+
+
+def _nf4_product(
+    codes_NW: Tensor, scales_GN: Tensor, weight_dtype: torch.dtype, bias_N: Tensor | None, x_TK: Tensor
+) -> tuple[Tensor]:
+    if len(x_TK) <= MAX_FUSED_ROWS and use_triton(x_TK) and x_TK.dtype in (torch.bfloat16, torch.float16):
+        return (nf4_linear(x_TK, codes_NW, scales_GN, bias_N),)
+    weight_NK = nf4_dequantize(codes_NW, scales_GN, weight_dtype)
+    return (F.linear(x_TK, weight_NK.to(x_TK.dtype), bias_N),)
 
 
 # -------------------------------------------------------------------------------------------------------------------- kernels
@@ -188,10 +198,9 @@ class NF4Options:
 
 
 def nf4_options(T: int, N: int, K: int) -> NF4Options:
-    """Tiles for T rows: enough programs for 132 SMs, long enough sums that filling the pipeline does not count."""
-    block_n = 128 if N > 8192 else 64
-    split_k = max(1, min(round(264 / cdiv(N, block_n)), K // BLOCK // 8, 4))
-    return NF4Options(block_n, split_k, num_warps=4 if T <= 64 else 8)
+    """Tiles for T rows: three programs for each of an H200's 132 SMs, whose sums are long enough to fill their pipelines."""
+    split_k = max(1, min(cdiv(384, cdiv(N, 64)), K // BLOCK // 6, 6))
+    return NF4Options(64, split_k, num_warps=4 if T <= 64 else 8, num_stages=3)
 
 
 def nf4_linear(

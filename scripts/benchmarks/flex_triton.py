@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from functools import cache
 
+import torch
 from torch import Tensor
 
 try:
@@ -29,7 +30,8 @@ def jit(fn):
 
 
 def use_triton(x: Tensor) -> bool:
-    return x.is_cuda and triton is not None
+    """Not while torch.compile traces: it is given the references, to fuse them (flex_compile.py)."""
+    return x.is_cuda and triton is not None and not torch.compiler.is_compiling()
 
 
 @cache

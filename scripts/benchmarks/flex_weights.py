@@ -54,6 +54,7 @@ class SharedWeights:
     def __init__(self, model: nn.Module, dtype: torch.dtype, device: torch.device):
         self.model, self.dtype, self.device = model, dtype, torch.device(device)
         self.slots: dict[int, Slot] = {}
+        self.tensors: list[Tensor] = []  # all that was handed out
         self._owners: dict[int, list[tuple[nn.Module, str]]] = {}
         for module in model.modules():
             for name, parameter in (*module._parameters.items(), *module._buffers.items()):
@@ -61,7 +62,8 @@ class SharedWeights:
                     self._owners.setdefault(id(parameter), []).append((module, name))
 
     def empty(self, *shape: int) -> Tensor:
-        return torch.empty(*shape, dtype=self.dtype, device=self.device)
+        self.tensors.append(torch.empty(*shape, dtype=self.dtype, device=self.device))
+        return self.tensors[-1]
 
     def holds(self, parameter: nn.Parameter) -> bool:
         return id(parameter) in self.slots
@@ -71,7 +73,8 @@ class SharedWeights:
         if id(parameter) not in self.slots:
             self.refuse_sharded(parameter)
             shared = parameter.dtype == self.dtype and parameter.device == self.device
-            self._add(parameter, parameter.data if shared else parameter.data.to(self.device, self.dtype))
+            slot = self._add(parameter, parameter.data if shared else parameter.data.to(self.device, self.dtype))
+            self.tensors.append(slot.tensor)
         return self.slots[id(parameter)].tensor
 
     def place(self, parameter: nn.Parameter, room: Tensor) -> None:

@@ -9,9 +9,11 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from flex_cli import build_parser, run_script
+from flex_compile import Opaque
 from flex_engine import Attend, AttentionSpec, WrittenWalker
 from flex_kernels import rms_norm
 from flex_moe import Experts, route
@@ -38,9 +40,17 @@ class SparseMLP:
     top_k: int
     normalize: bool
 
+    def __post_init__(self) -> None:
+        experts, top_k, normalize = self.experts, self.top_k, self.normalize
+
+        def routed(logits_TE, x_TC, residual_TC, norm_C, eps):
+            return experts.add_norm(x_TC, *route(logits_TE, top_k, normalize), residual_TC, norm_C, eps)
+
+        self.routed = Opaque(routed, lambda logits_TE, x_TC, *_: (torch.empty_like(x_TC), torch.empty_like(x_TC)))
+
     def add_norm(self, x_TC: Tensor, residual_TC: Tensor, norm_C: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        weights_TK, experts_TK = route(self.router(x_TC), self.top_k, self.normalize)
-        return self.experts.add_norm(x_TC, weights_TK, experts_TK, residual_TC, norm_C, eps)
+        normed_TC, total_TC = self.routed(self.router(x_TC), x_TC, residual_TC, norm_C, numbers=(eps,))
+        return normed_TC, total_TC
 
 
 @dataclass
