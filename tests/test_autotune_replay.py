@@ -106,6 +106,7 @@ def test_layers_of_two_shapes_are_ranked_by_the_sum_and_the_last_entry_of_a_shap
     assert [tile["BLOCK_N"] for tile in rank_tiles(entries)] == [32, 64]
 
 
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="torch 2.11 logs no decode kernel")
 @pytest.mark.parametrize("group, length", [(4, 1), (1, 1)])
 def test_the_log_is_as_torch_writes_it(tmp_path, monkeypatch, group, length):
     """Torch's own writer, on the nodes that the decode kernel is autotuned with."""
@@ -194,7 +195,7 @@ def test_a_tile_that_does_not_fit_is_a_result():
 
 @pytest.mark.parametrize("groups", [False, True])
 def test_triton_sweep_finds_an_optimum_stage_by_stage(groups):
-    best = DecodeOptions(32, num_stages=3, ctas_per_sm=6, min_tiles=2, tail_split=4, shared_queries=64 if groups else 32)
+    best = DecodeOptions(block_n=32, num_stages=3, ctas_per_sm=6, min_tiles=2, shared_queries=64 if groups else 32)
 
     def measure(options):
         options = DecodeOptions(**options) if options else DecodeOptions()

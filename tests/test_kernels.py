@@ -285,11 +285,11 @@ def test_paged_decode_attention_softcap():
     check_attention(*paged_case([70, 5], 4, 2, 64, 32, torch.float32), 32, softcap=2.0)
 
 
-@pytest.mark.parametrize("ctas_per_sm, min_tiles, tail_split", [(1, 1, 1), (16, 1, 1), (16, 3, 1), (16, 1, 4), (2, 1, 3)])
-def test_decode_plan_covers_every_tile_once(ctas_per_sm, min_tiles, tail_split):
-    lengths = torch.tensor([1, 700, 64, 65, 33, 1, 300, 290], dtype=torch.int32, device=DEVICE)
+@pytest.mark.parametrize("ctas_per_sm, min_tiles", [(1, 1), (16, 1), (16, 3)])
+def test_decode_plan_covers_every_tile_once(ctas_per_sm, min_tiles):
+    lengths = torch.tensor([1, 700, 64, 65, 33, 1, 300], dtype=torch.int32, device=DEVICE)
     for window in (None, 100):
-        options = flex_decode_attention.DecodeOptions(32, ctas_per_sm=ctas_per_sm, min_tiles=min_tiles, tail_split=tail_split)
+        options = flex_decode_attention.DecodeOptions(block_n=32, ctas_per_sm=ctas_per_sm, min_tiles=min_tiles)
         plan = flex_decode_attention.decode_attention_plan_triton(lengths, 2, 64, torch.float32, window, options)
         chunks = [chunk for chunk in plan.chunks_S5.tolist() if chunk[0] >= 0]
         assert chunks == plan.chunks_S5[: len(chunks)].tolist()
@@ -304,8 +304,6 @@ def test_decode_plan_covers_every_tile_once(ctas_per_sm, min_tiles, tail_split):
             assert plan.partials_B2[row].tolist() == [first_partial, len(mine)]
             first_partial += len(mine)
         assert first_partial <= plan.num_partials
-        if tail_split > 1 and window is None and ctas_per_sm == 2:  # the last row of eight, cut finer than its like
-            assert plan.partials_B2[-1, 1] > plan.partials_B2[-2, 1]
 
 
 def test_split_rows_agree_with_unsplit():

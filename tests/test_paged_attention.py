@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+import flex_paged_attention
 from flex_engine import Prefix, SamplingParams, Scheduler, Sequence
 from flex_paged_attention import (
     FLEX_Q_BLOCK,
@@ -431,3 +432,12 @@ def test_auto_on_a_gpu_takes_what_measured_fastest_and_says_why(batch_size):
 def test_the_other_backends_decode_options_are_refused_by_name():
     with pytest.raises(ValueError, match="BLOCK_N"):
         make_backend("triton", torch.device("cuda"), {"BLOCK_N": 32})
+
+
+def test_flex_refuses_a_pool_that_it_cannot_address(monkeypatch):
+    cache = PagedKVCache([AttentionSpec(4, 2, 16, 0.25)], 8, 16, 2, 64, torch.float32, torch.device("cpu"))
+    monkeypatch.setattr(flex_paged_attention, "MAX_FLEX_POOL", 2 * 8 * 16 * 16)
+    make_backend("flex", cache.device).check(cache)
+    monkeypatch.setattr(flex_paged_attention, "MAX_FLEX_POOL", 2 * 8 * 16 * 16 - 1)
+    with pytest.raises(ValueError, match="4096 elements.*triton"):
+        make_backend("flex", cache.device).check(cache)

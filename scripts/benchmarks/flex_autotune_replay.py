@@ -10,7 +10,7 @@ The fastest kernel alone is not the fastest in the stack, so every candidate is 
 
 * flex: Inductor autotunes the decode kernel and logs each tile's time (TORCHINDUCTOR_FLEX_ATTENTION_LOGGING_FILE). The log
   is replayed: of its decode entries, those with one query are ranked, and the fastest tiles go into the step. --log replays
-  a log that is at hand.
+  a log that is at hand. torch 2.11 logs prefill alone (2.13 decode too): there a list of tiles goes into the step.
 * triton: the tiles of the project's own kernel, then how finely the keys are split at the best tile; with --n, groups
   that share a prompt, and how many of their queries read it together.
 """
@@ -204,9 +204,8 @@ def tune_triton(measure: Measure, default: DecodeOptions, groups: bool) -> list[
 
     timings = measure_all(measure, [None, *(asdict(tile) for tile in triton_tiles(default) if tile != default)])
     stages: list[Callable[[DecodeOptions], list[DecodeOptions]]] = [
-        lambda tile: [replace(tile, ctas_per_sm=count) for count in (2, 4, 6, 8, 12, 24)],
+        lambda tile: [replace(tile, ctas_per_sm=count) for count in (2, 4, 6, 8, 12)],
         lambda tile: [replace(tile, min_tiles=count) for count in (1, 2, 4)],
-        lambda tile: [replace(tile, tail_split=count) for count in (1, 2, 4)],
     ]
     if groups:
         stages.insert(0, lambda tile: [replace(tile, shared_queries=count) for count in (16, 32, 64)])
@@ -220,6 +219,12 @@ def tune_flex(measure: Measure, entries: Sequence[LogEntry], top: int, head_dim:
     """`head_dim`: of the entries that count; None counts all."""
     chosen = [entry for entry in decode_entries(entries) if head_dim is None or entry.query_shape[-1] == head_dim]
     return measure_all(measure, [None, *rank_tiles(chosen)[:top]])
+
+
+UNLOGGED_TILES = [
+    dict(zip(TILE_KEYS, tile))
+    for tile in ((64, 4, 3), (64, 4, 2), (32, 4, 3), (32, 4, 4), (128, 4, 2), (128, 8, 2), (64, 8, 3), (32, 2, 3))
+]  # fmt: skip
 
 
 class StepTimer:
@@ -245,13 +250,12 @@ class StepTimer:
         engine.backend = flex_paged_attention.make_backend(args.attention_backend, engine.device, options)
         return time_decode_step(engine, args.batch_size, args.context, args.n, args.prompt_tokens, STEPS)
 
-    def log(self, path: Path, exhaustive: bool) -> None:
-        """Lets Inductor autotune one decode step's attention, and log it."""
+    def log(self, path: Path, exhaustive: bool) -> bool:
+        """Lets Inductor autotune one decode step's attention, and log it; False where this torch logs no decode kernels."""
         neutral = {"PRESCALE_QK": False}  # flex_attention's default; empty options would mean the engine's own tile
         with autotuning(path, exhaustive):
             self.time(neutral)
-        if not path.exists():
-            fail(f"Inductor wrote no {path}: this torch ({torch.__version__}) does not log flex_attention's autotuning")
+        return path.exists()
 
 
 # -------------------------------------------------------------------------------------------------------------- main
@@ -304,12 +308,15 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if args.attention_backend == "flex":
             log = Path(args.log or Path(tempfile.mkdtemp()) / "flex_attention.json")
-            if not args.log:
-                timer.log(log, args.search_space == "exhaustive")
+            is_logged = bool(args.log) or timer.log(log, args.search_space == "exhaustive")
+            if not is_logged:
+                note(f"torch {torch.__version__} logs no decode kernel; a list of tiles goes into the step instead")
         for head_dim in timer.head_dims:
             timer.searched = head_dim
-            if args.attention_backend == "flex":
+            if args.attention_backend == "flex" and is_logged:
                 timings = tune_flex(timer, read_log(log), args.top, head_dim)
+            elif args.attention_backend == "flex":
+                timings = measure_all(timer, [None, *UNLOGGED_TILES])
             else:
                 default = default_decode_options(head_dim, engine.walker.dtype, args.batch_size)
                 timings = tune_triton(timer, default, groups=args.n > 1 and args.prompt_tokens > 0)

@@ -19,7 +19,6 @@ from torch import Tensor
 from flex_triton import cdiv, jit, next_power_of_2, pdl_options, tl, use_triton, wait_for_inputs
 
 
-TAIL_ROWS = tl.constexpr(8) if tl is not None else 8  # one in so many rows
 MIN_SHARED_KEYS = 128  # a shorter shared prefix is not worth one more partial result for each of its rows
 
 
@@ -32,8 +31,6 @@ class DecodeOptions:
     num_stages: int = 2  # tiles of K and V in flight per program
     ctas_per_sm: int = 4  # the KV of all rows is cut into about this many chunks per SM
     min_tiles: int = 1  # a chunk holds at least this many tiles, unless its row is shorter
-    # The last eighth of the rows is cut into chunks this much smaller, which fill the SMs up while the last large ones run.
-    tail_split: int = 1
     shared_queries: int = 32  # that read a shared prefix together: rows times the query heads of a KV head
 
     def __post_init__(self):
@@ -158,10 +155,10 @@ def _find_groups(pages_ptr, rows, B, min_pages, MAX_ROWS: tl.constexpr):
 
 @jit
 def _decode_plan_kernel(
-    lengths_ptr, pages_ptr, chunks_ptr, partials_ptr, arrivals_ptr, B, capacity, target_chunks, most_chunks, min_tiles,
-    min_pages, HKV: tl.constexpr, WINDOW: tl.constexpr, PAGE_SIZE: tl.constexpr, MAX_ROWS: tl.constexpr,
-    TAIL_SPLIT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_CHUNKS: tl.constexpr,
-    BLOCK_REST: tl.constexpr, BLOCK_HKV: tl.constexpr, PDL: tl.constexpr,
+    lengths_ptr, pages_ptr, chunks_ptr, partials_ptr, arrivals_ptr, B, capacity, target_chunks, min_tiles, min_pages,
+    HKV: tl.constexpr, WINDOW: tl.constexpr, PAGE_SIZE: tl.constexpr, MAX_ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_B: tl.constexpr, BLOCK_CHUNKS: tl.constexpr, BLOCK_REST: tl.constexpr, BLOCK_HKV: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Program r places the chunks of row r, and those of its group if it is the first. Every program reads all lengths,
     so that none waits for another."""
@@ -182,11 +179,8 @@ def _decode_plan_kernel(
         first_tiles += shared_tiles  # a row in a group sees all its keys, so this was 0
         work = tl.sum(tl.where(is_first, shared_tiles, 0))
     tiles = (lengths + BLOCK_N - 1) // BLOCK_N - first_tiles
-    splits = tl.where(rows >= B - B // TAIL_ROWS, TAIL_SPLIT, 1)
     share = tl.maximum((work + tl.sum(tiles) + target_chunks - 1) // target_chunks, min_tiles)
-    share = tl.maximum((work + tl.sum(tiles * splits) + most_chunks - 1) // most_chunks, share)
-    row_shares = tl.maximum((share + splits - 1) // splits, min_tiles)
-    counts = (tiles + row_shares - 1) // row_shares
+    counts = (tiles + share - 1) // share
     sizes = (tiles + counts - 1) // tl.maximum(counts, 1)
     row_counts = counts
     used, my_shared_count = 0, 0
@@ -236,16 +230,15 @@ def decode_attention_plan_triton(
     B, device = len(lengths_B), lengths_B.device
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count if lengths_B.is_cuda else 4
     target_chunks = max(num_sms * options.ctas_per_sm // num_kv_heads, 1)
-    most_chunks = target_chunks if options.tail_split == 1 else 2 * target_chunks
     # The sum of ceil(tiles / share) is at most the number of terms, a row or group each, plus total / share.
-    capacity = num_partials = B + most_chunks
+    capacity = num_partials = B + target_chunks
     max_rows, pages_B, page_size = 1, lengths_B, options.block_n
     if shared is not None:
         page_size = shared.page_size
         max_rows = max(options.shared_queries // next_power_of_2(shared.num_heads // num_kv_heads), 1)
     if max_rows > 1:
         assert B < 2**15 and shared.page_table_BP.shape[1] < 2**16 and shared.page_table_BP.stride(1) == 1
-        capacity, num_partials = capacity + B // 2, 2 * B + min(max_rows, B) * most_chunks
+        capacity, num_partials = capacity + B // 2, 2 * B + min(max_rows, B) * target_chunks
         pages_B = torch.empty(B, dtype=torch.int32, device=device)
         _shared_pages_kernel[(B,)](
             lengths_B, shared.page_table_BP, pages_B, shared.page_table_BP.stride(0), PAGE_SIZE=page_size,
@@ -255,10 +248,9 @@ def decode_attention_plan_triton(
     partials_B2 = torch.empty((B, 2), dtype=torch.int32, device=device)
     arrivals_BH = torch.empty((B, num_kv_heads), dtype=torch.int32, device=device)
     _decode_plan_kernel[(B,)](
-        lengths_B, pages_B, chunks_S5, partials_B2, arrivals_BH, B, capacity, target_chunks, most_chunks, options.min_tiles,
+        lengths_B, pages_B, chunks_S5, partials_B2, arrivals_BH, B, capacity, target_chunks, options.min_tiles,
         cdiv(MIN_SHARED_KEYS, page_size), HKV=num_kv_heads, WINDOW=window or 0, PAGE_SIZE=page_size, MAX_ROWS=max_rows,
-        TAIL_SPLIT=options.tail_split, BLOCK_N=options.block_n, BLOCK_B=next_power_of_2(B),
-        BLOCK_CHUNKS=next_power_of_2(most_chunks + 1),
+        BLOCK_N=options.block_n, BLOCK_B=next_power_of_2(B), BLOCK_CHUNKS=next_power_of_2(target_chunks + 1),
         BLOCK_REST=next_power_of_2(cdiv(capacity, B)), BLOCK_HKV=next_power_of_2(num_kv_heads), num_warps=4,
         **pdl_options(B),
     )

@@ -337,6 +337,7 @@ class FlexEngine:
             walker.specs, self._num_pages(), self.config.page_size, self.config.max_batch_size,
             self.config.max_seq_len, walker.dtype, self.device,
         )  # fmt: skip
+        self.backend.check(self.cache)
         self.state = DecodeState(self.config.max_batch_size, steps, self.device)
         self.eos_ids = end_of_sequence_ids(walker.model, tokenizer)
         self.steps_per_look = steps

@@ -37,6 +37,7 @@ from flex_memory import DeviceMemory
 
 PADDING_PAGE = 0
 PADDING_SLOT = 0
+MAX_FLEX_POOL = 2**31 - 1  # elements of one layer's keys or values
 FLEX_Q_BLOCK = 128  # flex_attention's default sparse block size
 
 
@@ -342,6 +343,9 @@ class AttentionBackend:
         """Row count that a packed prefill of `num_tokens` is padded to."""
         return num_tokens
 
+    def check(self, cache: PagedKVCache) -> None:
+        """Raises ValueError if the backend can't read these pools."""
+
 
 def masked_attention(q_BHQD: Tensor, k_BHKD: Tensor, v_BHKD: Tensor, mask: Tensor | None, spec: AttentionSpec) -> Tensor:
     """Attention with a boolean mask (True: seen) that broadcasts to `[B, H, Q, K]`; None is causal. Soft cap in fp32."""
@@ -485,6 +489,14 @@ class FlexAttention(AttentionBackend):
     def padded_prefill_length(self, num_tokens: int) -> int:
         blocks = -(-num_tokens // FLEX_Q_BLOCK)
         return FLEX_Q_BLOCK * blocks
+
+    def check(self, cache: PagedKVCache) -> None:
+        largest = max(layer[0].numel() for layer in cache.layers)
+        if largest > MAX_FLEX_POOL:  # Inductor's decode template does not compile with 64-bit indices (torch 2.11)
+            raise ValueError(
+                f"a pool of {largest} elements is beyond the 2^31 that flex decode can address: "
+                "take less KV memory, or the triton attention backend"
+            )
 
     def plan(self, cache: PagedKVCache, batch: PrefillBatch | DecodeBatch):
         """Block masks by window, built on first use and shared by the layers that have that window."""
@@ -648,6 +660,9 @@ class TritonAttention(FlexAttention):
             if unknown := set(options) - known:
                 raise ValueError(f"decode_kernel_options {sorted(unknown)}: the triton backend has {sorted(known)}")
             flex_decode_attention.DecodeOptions(**options)
+
+    def check(self, cache: PagedKVCache) -> None:
+        """The kernel's addresses are 64 bits wide."""
 
     def plan(self, cache: PagedKVCache, batch: PrefillBatch | DecodeBatch):
         if isinstance(batch, PrefillBatch):

@@ -333,12 +333,17 @@ def bench_shared_prefix(report: Report, batches: list[int], budget: float) -> No
 
 # --- matrix products -------------------------------------------------------------------------------------------------
 
-LINEAR_SHAPES = {  # rows of the weight, K
-    "qkv": (QKV, HIDDEN),
-    "o": (HIDDEN, HEADS * HEAD_DIM),
-    "gate_up": (2 * INTERMEDIATE, HIDDEN),
-    "down": (HIDDEN, INTERMEDIATE),
-}
+SHAPES = {  # rows of the weight, K; the first word of a name says what follows the product (linear_product)
+    "qwen3-4b": {"qkv": (QKV, HIDDEN), "o": (HIDDEN, HEADS * HEAD_DIM), "gate_up": (2 * INTERMEDIATE, HIDDEN), "down": (HIDDEN, INTERMEDIATE)},
+    "llama-3.2-3b": {"qkv": (5120, 3072), "o": (3072, 3072), "gate_up": (16384, 3072), "down": (3072, 8192)},
+    "gemma-4-e2b": {
+        "qkv sliding": (2560, 1536), "qkv full": (5120, 1536), "qkv sliding, q alone": (2048, 1536), "qkv full, q alone": (4096, 1536),
+        "o sliding": (1536, 2048), "o full": (1536, 4096), "gate_up": (12288, 1536), "gate_up wide": (24576, 1536),
+        "down": (1536, 6144), "down wide": (1536, 12288), "qkv layer input": (256, 1536), "o layer input": (1536, 256),
+    },
+    "qwen3-4b-lora-a": {"qkv a": (96, HIDDEN), "qkv a of o": (32, HEADS * HEAD_DIM), "qkv a of gate_up": (64, HIDDEN), "qkv a of down": (32, INTERMEDIATE)},
+}  # fmt: skip
+LINEAR_SHAPES = SHAPES["qwen3-4b"]
 
 
 @dataclass
@@ -367,7 +372,12 @@ def linear_step(kind: str, inputs: LinearInputs, options: flex_linear.LinearOpti
     return lambda i: linear_product(kind, inputs.x_TK, inputs.weights[i], options, inputs.residual_TN, inputs.norm_weight_N)
 
 
+def is_gated(kind: str) -> bool:
+    return kind.startswith("gate_up")
+
+
 def linear_product(kind, x_TK, weight_NK, options, residual_TN, norm_weight_N):
+    kind = kind.split()[0]
     if kind == "qkv":
         return F.linear(x_TK, weight_NK) if options is None else flex_linear.linear_triton(x_TK, weight_NK, options=options)
     if kind == "gate_up":
@@ -379,8 +389,30 @@ def linear_product(kind, x_TK, weight_NK, options, residual_TN, norm_weight_N):
     return flex_linear.linear_add_norm_triton(x_TK, weight_NK, residual_TN, norm_weight_N, 1e-6, options)
 
 
+def rule_variants(kind: str, batch: int) -> list[flex_linear.LinearOptions]:
+    """Tiles for any shape: programs for one, two or three rounds of the SMs, as many stages as fit."""
+    N, K = LINEAR_SHAPES[kind]
+    halves = 2 if is_gated(kind) else 1
+    variants = []
+    for block_n, block_k in ((64, 64), (64, 128), (32, 128), (128, 64), (32, 64), (16, 256)):
+        tiles = flex_triton.cdiv(N // halves, block_n)
+        rows = block_n * halves + max(flex_triton.next_power_of_2(batch), 16)
+        stages = min(200 * 1024 // (rows * block_k * 2), 6)
+        if stages < 2:
+            continue
+        for programs in (132, 264, 396):
+            split_k = max(1, min(round(programs / tiles), K // block_k // 2, 1 if halves == 2 else 24))
+            variants.append(flex_linear.LinearOptions(block_n, block_k, split_k, 4 if block_n * batch <= 8192 else 8, stages))
+    if batch > 32 and N >= 2048 and K % 64 == 0:
+        by_copy = flex_linear._wide_options(batch, N, halves == 2)
+        variants += [by_copy, replace(by_copy, tma=not by_copy.tma)]
+    return list(dict.fromkeys(variants))
+
+
 def linear_variants(kind: str, batch: int) -> list[flex_linear.LinearOptions]:
     """Tiles to try, most promising first."""
+    if LINEAR_SHAPES is not SHAPES["qwen3-4b"]:
+        return rule_variants(kind, batch)
 
     def skinny(*tiles: tuple[int, ...]) -> list[flex_linear.LinearOptions]:
         """(block_n, block_k, split_k, num_warps, num_stages)"""
@@ -429,7 +461,7 @@ def bench_linear(report: Report, batches: list[int], budget: float) -> dict[int,
         for batch in batches:
             deadline = time.monotonic() + budget / len(batches) / len(LINEAR_SHAPES)
             part = replace(inputs, x_TK=inputs.x_TK[:batch], residual_TN=inputs.residual_TN[:batch])
-            outputs = N // 2 if kind == "gate_up" else N
+            outputs = N // 2 if is_gated(kind) else N
             moved = 2 * (N * K + batch * (K + outputs))
             cublas = linear_step(kind, part, None)
             expected, cublas_us = cublas(0), graph_us(cublas)
@@ -556,7 +588,7 @@ def moe_blocks(batch: int) -> tuple[int, ...]:
     return (16, 32) if batch <= 64 else (16, 32, 64)
 
 
-def moe_rule(batch: int) -> flex_moe.MoEOptions:
+def moe_rule(batch: int, bank: flex_moe.Experts) -> flex_moe.MoEOptions:
     return flex_moe.moe_options(batch * MOE_TOP_K, MOE_EXPERTS, DTYPE)
 
 
@@ -691,7 +723,7 @@ def bench_step(report: Report, batches: list[int], choices: dict[int, Choice]) -
             return normed
 
         moved = LAYERS * (inputs.bytes_per_layer + sum(2 * n * k for n, k in LINEAR_SHAPES.values()))
-        tuned = {kind: flex_linear.linear_options(batch, N, K, kind == "gate_up") for kind, (N, K) in LINEAR_SHAPES.items()}
+        tuned = {kind: flex_linear.linear_options(batch, N, K, is_gated(kind)) for kind, (N, K) in LINEAR_SHAPES.items()}
         rows = [("cuBLAS", dict.fromkeys(LINEAR_SHAPES)), ("tiles of flex_linear.py", tuned)]
         if batch in choices:
             rows.append(("best tiles", choices[batch]))
@@ -781,8 +813,13 @@ def main() -> int:
     parser.add_argument("--batches", type=int, nargs="+", default=[8, 32, 64, 128, 256])
     parser.add_argument("--moe_batches", type=int, nargs="+", default=MOE_BATCHES, help="those of the section moe")
     parser.add_argument("--budget", type=float, default=40.0, help="seconds for each sweep of a section (default: 40)")
+    parser.add_argument("--model", choices=SHAPES, default="qwen3-4b", help="whose products the section linear tunes (default: qwen3-4b)")
     parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=SECTIONS, help="what to run (default: everything)")
     args = parser.parse_args()
+    global LINEAR_SHAPES
+    LINEAR_SHAPES = SHAPES[args.model]
+    if args.model != "qwen3-4b" and set(args.sections) != {"linear"}:
+        parser.error("--model goes with --sections linear; the other sections have Qwen3-4B's shapes")
     if not torch.cuda.is_available():
         parser.error("needs a CUDA GPU")
     compile_ahead = Compiler()
