@@ -9,7 +9,7 @@ once, past all the tokens of its expert (the few tokens lie along the tensor cor
 tiles that the number of pairs allows, and programs without a tile leave at once.
 
 Shape suffixes besides those of flex_moe.py: M tiles, B pairs of a tile (block_m), N output and K input features of a product,
-S splits of a sum, G blocks of 64 input features.
+S splits of a sum, G blocks of 64 input features, W words of 8 codes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flex_triton import TensorDescriptor, cdiv, jit, next_power_of_2, pdl_options, tl, wait_for_inputs
+from flex_nf4 import BLOCK as NF4_BLOCK
+from flex_nf4 import nf4_dequantize, nf4_weights
+from flex_triton import TensorDescriptor, cdiv, cuda_capability, jit, next_power_of_2, pdl_options, tl, wait_for_inputs
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Routing
@@ -139,6 +141,49 @@ def plan_experts_triton(experts_TK: Tensor, num_experts: int, block_m: int) -> E
 
 
 @dataclass(frozen=True)
+class NF4Weight:
+    """A stacked weight in 4 bits: codes int32 `[E, G, N, 8]`, scales fp32 `[E, G, N]`; `weight[expert]` is `[N, K]` in `dtype`.
+
+    A word holds 8 codes of flex_nf4's as its bytes do there, a scale stands for 64 codes of one row. What a program reads in one
+    step, the codes and scales of neighbouring rows in one block of input features, lies side by side.
+    """
+
+    codes_EGNW: Tensor
+    scales_EGN: Tensor
+    dtype: torch.dtype
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        E, G, N = self.scales_EGN.shape
+        return E, N, G * NF4_BLOCK
+
+    @property
+    def nbytes(self) -> int:
+        return self.codes_EGNW.nbytes + self.scales_EGN.nbytes
+
+    def __len__(self) -> int:
+        return len(self.scales_EGN)
+
+    def __getitem__(self, expert: int) -> Tensor:
+        codes_NW = self.codes_EGNW[expert].transpose(0, 1).flatten(1).contiguous()
+        return nf4_dequantize(codes_NW, self.scales_EGN[expert].contiguous(), self.dtype)
+
+
+Weight = Tensor | NF4Weight  # of all experts, `[E, N, K]`
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """What LoRA adds to a stacked weight: `(x a_eᵀ) b_e` for expert e. The adapter's scaling is folded into b."""
+
+    a_ERK: Tensor
+    b_ERN: Tensor
+
+    def __call__(self, x_TK: Tensor, expert: int) -> Tensor:
+        return (x_TK @ self.a_ERK[expert].T) @ self.b_ERN[expert]
+
+
+@dataclass(frozen=True)
 class GroupedOptions:
     """Tiles of the grouped product."""
 
@@ -150,97 +195,165 @@ class GroupedOptions:
 
 
 @jit
+def _add_low_rank(
+    acc, xa_ptr, b_ptrs, places, taken, n_mask, xa_split_stride, BLOCK_M: tl.constexpr, R: tl.constexpr, XA_SPLITS: tl.constexpr
+):
+    """acc `[BLOCK_N, BLOCK_M]` + (xa b)^T, with xa rounded to b's dtype as PEFT's is."""
+    ranks = tl.arange(0, R)
+    xa_ptrs = xa_ptr + places.to(tl.int64)[None, :] * R + ranks[:, None]
+    xa = tl.zeros([R, BLOCK_M], tl.float32)
+    for split in tl.static_range(XA_SPLITS):
+        xa += tl.load(xa_ptrs + split * xa_split_stride, mask=taken[None, :], other=0.0)
+    b = tl.load(b_ptrs, mask=n_mask[:, None], other=0.0)
+    return tl.dot(b, xa.to(b.dtype), acc, input_precision="ieee")
+
+
+@jit
 def _grouped_kernel(
-    x_ptr, weight, tile_experts_ptr, tile_pairs_ptr, routing_ptr, y_ptr, x_stride, tokens,
+    x_ptr, weight, scales_ptr, tile_experts_ptr, tile_pairs_ptr, routing_ptr, xa_ptr, b_ptr, y_ptr, x_stride, tokens,
     N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, BY_TOKEN: tl.constexpr, GATED: tl.constexpr, TO_PAIR: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr, TMA: tl.constexpr,
-    PDL: tl.constexpr,
+    R: tl.constexpr, XA_SPLITS: tl.constexpr, NF4: tl.constexpr, PTX: tl.constexpr, SPLIT_K: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr, TMA: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """y^T = weight_e x^T for the pairs of a tile and BLOCK_N outputs, whose gate and up rows lie side by side if GATED.
 
-    BY_TOKEN: x has a row for each token, else one for each place in the plan, as y has unless it is TO_PAIR: there it is
-    `[K, T, N]`, times the routing weight. `weight` is a pointer to `[E, halves, N, K]`, or a descriptor of `[E, N, halves, K]`.
+    BY_TOKEN: x has a row for each token, else one for each place in the plan, as y has (for each split of K) unless it is TO_PAIR:
+    there it is `[K, T, N]`, times the routing weight. `weight` points to `[E, halves, N, K]` or to NF4Weight's codes, or is a
+    descriptor of `[E, N, halves, K]`. R > 0: a low-rank product with xa `[S, places, R]` and b `[E, R, halves * N]` is added.
     """
     wait_for_inputs(PDL)
     HALVES: tl.constexpr = 2 if GATED else 1
+    ROWS: tl.constexpr = HALVES * N
     EVEN: tl.constexpr = N % BLOCK_N == 0 and K % BLOCK_K == 0
-    tile_n, tile = tl.program_id(0), tl.program_id(1)
+    tile_n, tile, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     expert = tl.load(tile_experts_ptr + tile)
     places = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     pairs = tl.load(tile_pairs_ptr + places)
     if expert < 0:
         return
     taken = pairs >= 0
+    places_of_split = tl.num_programs(1) * BLOCK_M
+    expert_rows = expert.to(tl.int64) * ROWS
     rows = places
     if BY_TOKEN:
         rows = pairs // TOP_K
     k = tl.arange(0, BLOCK_K)
     x_ptrs = x_ptr + rows.to(tl.int64)[None, :] * x_stride + k[:, None]
     n0 = tile_n * BLOCK_N
-    if not TMA:
-        lines = tl.arange(0, HALVES * BLOCK_N)
-        n = n0 + lines // HALVES
-        w_ptrs = weight + expert.to(tl.int64) * (HALVES * N * K) + (n + (lines % HALVES) * N)[:, None] * K + k[None, :]
+    lines = tl.arange(0, HALVES * BLOCK_N)
+    line_n = n0 + lines // HALVES
+    line_rows = line_n + (lines % HALVES) * N
+    if NF4:
+        w_ptrs = weight + (expert_rows * (K // 64) + line_rows)[:, None] * 8 + tl.arange(0, 8)[None, :]
+        scale_ptrs = scales_ptr + expert_rows * (K // 64) + line_rows
+    elif not TMA:
+        w_ptrs = weight + expert_rows * K + line_rows[:, None] * K + k[None, :]
     if TO_PAIR:
         factor = tl.load(routing_ptr + pairs, mask=taken, other=0.0).to(tl.float32)
     acc = tl.zeros([HALVES * BLOCK_N, BLOCK_M], tl.float32)
-    for start in tl.range(0, K, BLOCK_K, num_stages=NUM_STAGES):
+    steps: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    for step in tl.range(split * steps // SPLIT_K, (split + 1) * steps // SPLIT_K, num_stages=NUM_STAGES):
+        start = step * BLOCK_K
         if EVEN:
             x = tl.load(x_ptrs + start, mask=taken[None, :], other=0.0)
         else:
             x = tl.load(x_ptrs + start, mask=taken[None, :] & (start + k < K)[:, None], other=0.0)
-        if TMA:
+        if NF4:
+            if EVEN:
+                codes = tl.load(w_ptrs + step * (ROWS * 8), eviction_policy="evict_first")
+                scales = tl.load(scale_ptrs + step * ROWS)
+            else:
+                codes = tl.load(w_ptrs + step * (ROWS * 8), mask=(line_n < N)[:, None], other=0)
+                scales = tl.load(scale_ptrs + step * ROWS, mask=line_n < N, other=0.0)
+            w = nf4_weights(codes, scales, x.dtype, PTX, HALVES * BLOCK_N, BLOCK_K)
+        elif TMA:
             w = weight.load([expert, n0, 0, start]).reshape([HALVES * BLOCK_N, BLOCK_K])
         elif EVEN:
             w = tl.load(w_ptrs + start, eviction_policy="evict_first")
         else:
-            w = tl.load(w_ptrs + start, mask=(n < N)[:, None] & (start + k < K)[None, :], other=0.0)
+            w = tl.load(w_ptrs + start, mask=(line_n < N)[:, None] & (start + k < K)[None, :], other=0.0)
         acc = tl.dot(w, x, acc, input_precision="ieee")
 
     n = n0 + tl.arange(0, BLOCK_N)
+    if R > 0:
+        b_ptrs = b_ptr + expert_rows * R + tl.arange(0, R)[None, :] * ROWS + n[:, None]
+        xa_split_stride = places_of_split.to(tl.int64) * R
     if GATED:
-        gate, up = tl.split(acc.reshape([BLOCK_N, 2, BLOCK_M]).permute(0, 2, 1))
-        acc = gate / (1.0 + tl.exp(-gate)) * up
+        acc, up = tl.split(acc.reshape([BLOCK_N, 2, BLOCK_M]).permute(0, 2, 1))
+        if R > 0:
+            up = _add_low_rank(up, xa_ptr, b_ptrs + N, places, taken, n < N, xa_split_stride, BLOCK_M, R, XA_SPLITS)
+    if R > 0:
+        acc = _add_low_rank(acc, xa_ptr, b_ptrs, places, taken, n < N, xa_split_stride, BLOCK_M, R, XA_SPLITS)
+    if GATED:
+        acc = acc / (1.0 + tl.exp(-acc)) * up
     if TO_PAIR:
         acc *= factor[None, :]
         places = (pairs % TOP_K) * tokens + pairs // TOP_K
+    places += split * places_of_split
     y_ptrs = y_ptr + places.to(tl.int64)[None, :] * N + n[:, None]
     tl.store(y_ptrs, acc.to(y_ptr.dtype.element_ty), mask=(n < N)[:, None] & taken[None, :])
 
 
 def _launch_grouped(
-    x: Tensor, weight_ENK: Tensor, plan: ExpertPlan, y: Tensor, options: GroupedOptions, tokens: int, by_token: bool = False,
-    gated: bool = False, weights_TK: Tensor | None = None,
+    x: Tensor, weight_ENK: Weight, plan: ExpertPlan, y: Tensor, options: GroupedOptions, tokens: int, by_token: bool = False,
+    gated: bool = False, weights_TK: Tensor | None = None, low_rank: LowRank | None = None, split_k: int = 1,
 ) -> None:
     E, rows, K = weight_ENK.shape
-    halves = 2 if gated else 1
+    halves, nf4 = 2 if gated else 1, isinstance(weight_ENK, NF4Weight)
     N = rows // halves
-    assert weight_ENK.is_contiguous() and x.stride(1) == 1 and x.shape[1] == K and x.dtype == weight_ENK.dtype
-    weight = weight_ENK
+    assert x.stride(1) == 1 and x.shape[1] == K
+    unused = plan.pairs_MB
+    weight, scales, xa_SPR, b_ERN, rank = weight_ENK, unused, unused[None], unused, 0
+    if nf4:
+        if x.dtype not in (torch.bfloat16, torch.float16):
+            raise ValueError(f"4-bit experts compute in bfloat16 or float16 on a GPU, not in {x.dtype}")
+        weight, scales = weight_ENK.codes_EGNW, weight_ENK.scales_EGN
+        assert weight.is_contiguous() and scales.is_contiguous() and options.block_k == NF4_BLOCK and not options.tma
+    else:
+        assert weight.is_contiguous() and weight.dtype == x.dtype
     if options.tma:
         assert K % options.block_k == 0
         strides, block = [rows * K, K, N * K, 1], [1, options.block_n, halves, options.block_k]
         weight = TensorDescriptor(weight_ENK, [E, N, halves, K], strides, block)
-    _grouped_kernel[cdiv(N, options.block_n), len(plan.experts_M)](
-        x, weight, plan.experts_M, plan.pairs_MB, plan.pairs_MB if weights_TK is None else weights_TK, y, x.stride(0), tokens,
-        N=N, K=K, TOP_K=plan.top_k, BY_TOKEN=by_token, GATED=gated, TO_PAIR=weights_TK is not None, BLOCK_M=plan.block_m,
-        BLOCK_N=options.block_n, BLOCK_K=options.block_k, NUM_STAGES=options.num_stages, TMA=options.tma,
-        num_warps=options.num_warps, **pdl_options(tokens),
+    if low_rank is not None:
+        xa_SPR, b_ERN = _times_a(x, low_rank.a_ERK, plan, tokens, by_token), low_rank.b_ERN
+        rank = b_ERN.shape[1]
+        assert b_ERN.is_contiguous() and b_ERN.shape == (E, rank, rows)
+    _grouped_kernel[cdiv(N, options.block_n), len(plan.experts_M), split_k](
+        x, weight, scales, plan.experts_M, plan.pairs_MB, unused if weights_TK is None else weights_TK, xa_SPR, b_ERN, y,
+        x.stride(0), tokens, N=N, K=K, TOP_K=plan.top_k, BY_TOKEN=by_token, GATED=gated, TO_PAIR=weights_TK is not None, R=rank,
+        XA_SPLITS=len(xa_SPR), NF4=nf4, PTX=cuda_capability() > 0, SPLIT_K=split_k, BLOCK_M=plan.block_m, BLOCK_N=options.block_n,
+        BLOCK_K=options.block_k, NUM_STAGES=options.num_stages, TMA=options.tma, num_warps=options.num_warps,
+        **pdl_options(tokens),
     )  # fmt: skip
 
 
-def experts_gate_up_triton(x_TC: Tensor, gate_up_EIC: Tensor, plan: ExpertPlan, options: GroupedOptions) -> Tensor:
-    """silu(x gate_eᵀ) * (x up_eᵀ) for each pair, at its place in the plan: `[M * B, I]`, undefined where there is no pair."""
+def _times_a(x: Tensor, a_ERK: Tensor, plan: ExpertPlan, tokens: int, by_token: bool) -> Tensor:
+    """x a_eᵀ at each place, fp32 sums `[S, places, R]` of splits of K: several programs read the few rows of an expert's a."""
+    _, rank, K = a_ERK.shape
+    split_k = max(1, min(K // 512, 4)) if plan.block_m <= 32 else 1
+    xa_SPR = torch.empty((split_k, plan.pairs_MB.numel(), rank), dtype=torch.float32, device=x.device)
+    wide = x.element_size() > 2
+    options = GroupedOptions(min(rank, 32 if wide else 64), 32 if wide else 128, 4, 2 if wide else 3)
+    _launch_grouped(x, a_ERK, plan, xa_SPR, options, tokens, by_token, split_k=split_k)
+    return xa_SPR
+
+
+def experts_gate_up_triton(
+    x_TC: Tensor, gate_up_EIC: Weight, plan: ExpertPlan, options: GroupedOptions, low_rank: LowRank | None = None
+) -> Tensor:
+    """silu(x gate_eᵀ) * (x up_eᵀ) for each pair, at its place in the plan: `[places, I]`, undefined where there is no pair."""
     hidden_PI = x_TC.new_empty((plan.pairs_MB.numel(), gate_up_EIC.shape[1] // 2))
-    _launch_grouped(x_TC, gate_up_EIC, plan, hidden_PI, options, len(x_TC), by_token=True, gated=True)
+    _launch_grouped(x_TC, gate_up_EIC, plan, hidden_PI, options, len(x_TC), by_token=True, gated=True, low_rank=low_rank)
     return hidden_PI
 
 
 def experts_down_triton(
-    hidden_PI: Tensor, down_ECI: Tensor, weights_TK: Tensor, plan: ExpertPlan, options: GroupedOptions
-) -> Tensor:
+    hidden_PI: Tensor, down_ECI: Weight, weights_TK: Tensor, plan: ExpertPlan, options: GroupedOptions,
+    low_rank: LowRank | None = None,
+) -> Tensor:  # fmt: skip
     """weight * (hidden down_eᵀ) for each pair: `[K, T, C]`."""
     T, top_k = weights_TK.shape
     y_KTC = hidden_PI.new_empty((top_k, T, down_ECI.shape[1]))
-    _launch_grouped(hidden_PI, down_ECI, plan, y_KTC, options, T, weights_TK=weights_TK)
+    _launch_grouped(hidden_PI, down_ECI, plan, y_KTC, options, T, weights_TK=weights_TK, low_rank=low_rank)
     return y_KTC

@@ -158,8 +158,8 @@ def _compile(job: tuple) -> str | None:
             attention_step(attention_inputs(batch, 1, "cpu"), options)(0)
         elif kind == "shared prefix":
             shared_prefix_step(shared_prefix_inputs(*shape, batch, 1, "cpu"), options, share=True)(0)
-        elif kind.startswith("moe"):
-            moe_step(kind.removeprefix("moe "), moe_inputs(batch, moe_banks(1, "cpu")), options)(0)
+        elif kind in ("moe", "nf4"):
+            moe_step(shape, moe_inputs(batch, moe_banks(kind, 1, "cpu"), "cpu"), options)(0)
         elif kind == "attention check":
             flex_decode_attention.paged_decode_attention_triton(*attention_case(*shape, "cpu"))
         else:
@@ -507,8 +507,22 @@ def print_tuned(choices: dict[int, Choice]) -> None:
 
 # --- mixture of experts ----------------------------------------------------------------------------------------------
 
-MOE_LAYERS, MOE_EXPERTS, MOE_TOP_K, MOE_HIDDEN, MOE_INTERMEDIATE = 9, 128, 8, 2048, 768
+MOE_LAYERS, MOE_EXPERTS, MOE_TOP_K, MOE_HIDDEN, MOE_INTERMEDIATE, MOE_RANK = 9, 128, 8, 2048, 768, 32
 MOE_BATCHES = [16, 32, 48, 64, 128, 256]
+MOE_TILES = {  # block_n, block_k, num_warps, num_stages, tma
+    ("moe", "gate_up"): (
+        (64, 64, 4, 4, False), (64, 64, 4, 4, True), (32, 64, 4, 6, False), (32, 64, 4, 6, True), (64, 64, 4, 3, False),
+        (64, 64, 4, 3, True), (32, 128, 4, 4, True), (64, 128, 4, 3, True), (64, 64, 4, 6, True), (32, 128, 4, 3, False),
+        (128, 64, 8, 4, True), (64, 128, 8, 3, True), (32, 64, 4, 4, False), (64, 64, 8, 4, False), (128, 64, 8, 3, True),
+    ),
+    ("moe", "down"): (
+        (64, 64, 4, 6, False), (64, 64, 4, 6, True), (128, 64, 4, 4, False), (128, 64, 4, 4, True), (64, 64, 4, 4, False),
+        (64, 64, 4, 4, True), (64, 128, 4, 4, True), (128, 128, 4, 3, True), (64, 128, 4, 3, False), (128, 64, 4, 3, True),
+        (256, 64, 8, 4, True), (128, 64, 8, 6, True), (64, 128, 4, 6, True), (256, 64, 8, 3, True),
+    ),
+    ("nf4", "gate_up"): ((32, 64, 4, 4), (64, 64, 4, 4), (32, 64, 4, 6), (64, 64, 8, 4), (32, 64, 4, 3), (128, 64, 8, 4)),
+    ("nf4", "down"): ((64, 64, 4, 4), (128, 64, 4, 4), (64, 64, 4, 6), (128, 64, 8, 4), (64, 64, 4, 3), (256, 64, 8, 4)),
+}  # fmt: skip
 
 
 @dataclass
@@ -519,38 +533,58 @@ class MoEInputs:
     routed: list[tuple[torch.Tensor, torch.Tensor]]
     banks: list[flex_moe.Experts]
 
-    def bytes_of(self, weight: str) -> float:
+    def bytes_of(self, *weights: str) -> float:
         """Of the experts that were hit, mean over the layers."""
         hit = statistics.mean(len(experts_TK.unique()) for _, experts_TK in self.routed)
-        return hit * getattr(self.banks[0], weight)[0].nbytes
+        return hit * sum(getattr(self.banks[0], weight).nbytes for weight in weights) / MOE_EXPERTS
 
 
-def moe_inputs(batch: int, banks: list[flex_moe.Experts]) -> MoEInputs:
+def moe_banks(kind: str, layers: int, device: str) -> list[flex_moe.Experts]:
+    """`moe` in bfloat16, or `nf4`: random weights; on a CPU, which only compiles, memory that nobody touches."""
+    E, C, I = MOE_EXPERTS, MOE_HIDDEN, MOE_INTERMEDIATE
+
+    def weight(N: int, K: int) -> flex_moe.Weight:
+        if kind == "nf4":
+            codes_EGNW = torch.empty((E, K // 64, N, 8), dtype=torch.int32, device=device)
+            scales_EGN = torch.empty((E, K // 64, N), device=device)
+            if device != "cpu":
+                codes_EGNW.random_(-(2**31), 2**31)
+                scales_EGN.fill_(K**-0.5)
+            return flex_moe_kernels.NF4Weight(codes_EGNW, scales_EGN, DTYPE)
+        weight_ENK = torch.empty((E, N, K), dtype=DTYPE, device=device)
+        return weight_ENK if device == "cpu" else weight_ENK.normal_(std=K**-0.5)
+
+    return [flex_moe.Experts(weight(2 * I, C), weight(C, I)) for _ in range(layers)]
+
+
+def with_lora(bank: flex_moe.Experts) -> flex_moe.ActiveExperts:
+    E, C, I, R = MOE_EXPERTS, MOE_HIDDEN, MOE_INTERMEDIATE, MOE_RANK
+    shapes = (E, R, C), (E, R, 2 * I), (E, R, I), (E, R, C)
+    factors = [torch.zeros(shape, dtype=DTYPE, device="cuda").normal_(std=shape[2] ** -0.5) for shape in shapes]
+    return flex_moe.ActiveExperts(bank, *factors)
+
+
+def moe_inputs(batch: int, banks: list[flex_moe.Experts], device: str) -> MoEInputs:
     """Every layer has a routing of its own, by random logits: each expert is as likely as another."""
-    weight = banks[0].gate_up_EIC
-    x_TC, residual_C = (weight.new_empty(shape).normal_() for shape in ((batch, MOE_HIDDEN), (MOE_HIDDEN,)))
-    logits = [weight.new_empty(batch, MOE_EXPERTS).normal_() for _ in banks]
-    return MoEInputs(x_TC, residual_C, logits, [flex_moe.route(logits_TE, MOE_TOP_K, True) for logits_TE in logits], banks)
+
+    def values(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=DTYPE, device=device).normal_()
+
+    logits = [values(batch, MOE_EXPERTS) for _ in banks]
+    routed = [flex_moe.route(logits_TE, MOE_TOP_K, True) for logits_TE in logits]
+    return MoEInputs(values(batch, MOE_HIDDEN), values(MOE_HIDDEN), logits, routed, banks)
 
 
-def moe_banks(layers: int, device: str) -> list[flex_moe.Experts]:
-    """Random weights; on a CPU, which only compiles, memory that nobody touches."""
-    shapes = (MOE_EXPERTS, 2 * MOE_INTERMEDIATE, MOE_HIDDEN), (MOE_EXPERTS, MOE_HIDDEN, MOE_INTERMEDIATE)
-    weights = [[torch.empty(shape, dtype=DTYPE, device=device) for shape in shapes] for _ in range(layers)]
-    for weight in (weight for pair in weights for weight in pair if device != "cpu"):
-        weight.normal_(std=weight.shape[2] ** -0.5)
-    return [flex_moe.Experts(*pair) for pair in weights]
-
-
-def moe_step(part: str, inputs: MoEInputs, options: flex_moe.MoEOptions) -> Callable[[int], object]:
+def moe_step(part: str, inputs: MoEInputs, options: flex_moe.MoEOptions | None) -> Callable[[int], object]:
     """One product, or the layer from the router's logits to the next norm."""
     layers = len(inputs.banks)
     if part == "layer":
-        banks = [flex_moe.Experts(bank.gate_up_EIC, bank.down_ECI, options) for bank in inputs.banks]
 
         def layer(i):
+            bank = inputs.banks[i % layers]
+            bank.options = options
             routed = flex_moe_kernels.route_triton(inputs.logits[i % layers], MOE_TOP_K, True)
-            y_KTC = flex_moe.experts_triton(banks[i % layers], inputs.x_TC, *routed)
+            y_KTC = flex_moe.experts_triton(bank, inputs.x_TC, *routed)
             return flex_linear.add_norm_triton(y_KTC, inputs.x_TC, inputs.norm_C, 1e-6)
 
         return layer
@@ -559,28 +593,14 @@ def moe_step(part: str, inputs: MoEInputs, options: flex_moe.MoEOptions) -> Call
         return lambda i: flex_moe_kernels.experts_gate_up_triton(
             inputs.x_TC, inputs.banks[i % layers].gate_up_EIC, plans[i % layers], options.gate_up
         )
-    hidden_PI = inputs.x_TC.new_empty(plans[0].pairs_MB.numel(), MOE_INTERMEDIATE).normal_()
+    hidden_PI = inputs.x_TC.new_zeros(plans[0].pairs_MB.numel(), MOE_INTERMEDIATE).normal_()
     return lambda i: flex_moe_kernels.experts_down_triton(
         hidden_PI, inputs.banks[i % layers].down_ECI, inputs.routed[i % layers][0], plans[i % layers], options.down
     )
 
 
-MOE_TILES = {  # block_n, block_k, num_warps, num_stages, tma
-    "gate_up": (
-        (64, 64, 4, 4, False), (64, 64, 4, 4, True), (32, 64, 4, 6, False), (32, 64, 4, 6, True), (64, 64, 4, 3, False),
-        (64, 64, 4, 3, True), (32, 128, 4, 4, True), (64, 128, 4, 3, True), (64, 64, 4, 6, True), (32, 128, 4, 3, False),
-        (128, 64, 8, 4, True), (64, 128, 8, 3, True), (32, 64, 4, 4, False), (64, 64, 8, 4, False), (128, 64, 8, 3, True),
-    ),
-    "down": (
-        (64, 64, 4, 6, False), (64, 64, 4, 6, True), (128, 64, 4, 4, False), (128, 64, 4, 4, True), (64, 64, 4, 4, False),
-        (64, 64, 4, 4, True), (64, 128, 4, 4, True), (128, 128, 4, 3, True), (64, 128, 4, 3, False), (128, 64, 4, 3, True),
-        (256, 64, 8, 4, True), (128, 64, 8, 6, True), (64, 128, 4, 6, True), (256, 64, 8, 3, True),
-    ),
-}  # fmt: skip
-
-
-def moe_variants(part: str, block_m: int) -> list[flex_moe.MoEOptions]:
-    tiles = [flex_moe_kernels.GroupedOptions(*tile) for tile in MOE_TILES[part]]
+def moe_variants(kind: str, part: str, block_m: int) -> list[flex_moe.MoEOptions]:
+    tiles = [flex_moe_kernels.GroupedOptions(*tile) for tile in MOE_TILES[kind, part]]
     return [replace(flex_moe.MoEOptions(block_m), **{part: tile}) for tile in tiles]
 
 
@@ -588,49 +608,54 @@ def moe_blocks(batch: int) -> tuple[int, ...]:
     return (16, 32) if batch <= 64 else (16, 32, 64)
 
 
-def moe_rule(batch: int, bank: flex_moe.Experts) -> flex_moe.MoEOptions:
-    return flex_moe.moe_options(batch * MOE_TOP_K, MOE_EXPERTS, DTYPE)
-
-
 def bench_moe(report: Report, batches: list[int], budget: float) -> None:
-    """Each product in every tile, then the layer with flex_moe.py's tiles and the best found, without and with dependent launch."""
+    """In bfloat16, then in NF4: each product in every tile, and the layer with flex_moe.py's tiles and the best found, without and
+    with dependent launch, then with LoRA."""
     shipped_rows = flex_triton.PDL_ROWS
-    banks = moe_banks(MOE_LAYERS, "cuda")
-    for batch in batches:
-        inputs = moe_inputs(batch, banks)
-        x_TC, (weights_TK, experts_TK) = inputs.x_TC, inputs.routed[0]
-        y_TC = banks[0](x_TC, weights_TK, experts_TK)
-        expected = flex_moe.experts_reference(banks[0], x_TC, weights_TK, experts_TK).sum(0)
-        report.check(f"experts {batch}", y_TC, expected, 2e-2)
-        again = torch.stack([banks[0](x_TC, weights_TK, experts_TK) for _ in range(20)])
-        report.check(f"experts {batch} repeats", again, y_TC[None], 0.0)
+    for kind in ("moe", "nf4"):
+        banks = moe_banks(kind, MOE_LAYERS, "cuda")
+        adapted = [with_lora(bank) for bank in banks]
+        for batch in batches:
+            inputs = moe_inputs(batch, banks, "cuda")
+            for name, bank in ((f"{kind} experts", banks[0]), (f"{kind} experts + LoRA", adapted[0])):
+                bank.options = None
+                args = (bank, inputs.x_TC, *inputs.routed[0])
+                y_KTC = flex_moe.experts_triton(*args)
+                report.check(f"{name} {batch}", y_KTC, flex_moe.experts_reference(*args), 2e-2)
+                again = torch.stack([flex_moe.experts_triton(*args) for _ in range(10)])
+                report.check(f"{name} {batch} repeats", again, y_KTC[None], 0.0)
 
-        us = graph_us(lambda i: flex_moe_kernels.route_triton(inputs.logits[i % MOE_LAYERS], MOE_TOP_K, True))
-        print(report.add("moe route", batch, "", us, inputs.logits[0].nbytes), flush=True)
-        us = graph_us(lambda i: flex_moe_kernels.plan_experts_triton(experts_TK, MOE_EXPERTS, 16))
-        print(report.add("moe plan", batch, "", us, experts_TK.nbytes), flush=True)
-        moved = {"gate_up": inputs.bytes_of("gate_up_EIC"), "down": inputs.bytes_of("down_ECI")}
-        best: list[tuple[float, flex_moe.MoEOptions]] = []
-        deadline = time.monotonic()
-        for block_m in moe_blocks(batch):
-            total_us, found = 0.0, flex_moe.MoEOptions(block_m)
-            for part in MOE_TILES:
-                deadline += budget / len(batches) / len(moe_blocks(batch)) / len(MOE_TILES)
-                variants = moe_variants(part, block_m)
-                us, options = best_of(
-                    report, f"moe {part}", batch, moved[part], variants, lambda o: moe_step(part, inputs, o), deadline
-                )
-                total_us += us
-                found = replace(found, **{part: getattr(options, part)})
-            best.append((total_us, found))
-        rows = [("tiles of flex_moe.py", moe_rule(batch)), ("best tiles", min(best, key=lambda row: row[0])[1])]
-        for dependent_rows, suffix in ((range(0), ""), (range(batch, batch + 1), ", dependent launch")):
-            flex_triton.PDL_ROWS = dependent_rows
-            for name, options in rows:
-                us = graph_us(moe_step("layer", inputs, options))
-                variant = f"{name}{suffix} {_short(options)}"
-                print(report.add("moe layer", batch, variant, us, sum(moved.values())), flush=True)
-        flex_triton.PDL_ROWS = shipped_rows
+            us = graph_us(lambda i: flex_moe_kernels.route_triton(inputs.logits[i % MOE_LAYERS], MOE_TOP_K, True))
+            print(report.add("moe route", batch, "", us, 0), flush=True)
+            us = graph_us(lambda i: flex_moe_kernels.plan_experts_triton(inputs.routed[0][1], MOE_EXPERTS, 16))
+            print(report.add("moe plan", batch, "", us, 0), flush=True)
+            best: list[tuple[float, flex_moe.MoEOptions]] = []
+            deadline, share = time.monotonic(), budget / len(batches) / len(moe_blocks(batch)) / len(MOE_TILES)
+            for block_m in moe_blocks(batch):
+                total_us, found = 0.0, flex_moe.MoEOptions(block_m)
+                for part, weight in (("gate_up", "gate_up_EIC"), ("down", "down_ECI")):
+                    deadline += share
+                    variants, moved = moe_variants(kind, part, block_m), inputs.bytes_of(weight)
+                    us, options = best_of(
+                        report, f"{kind} {part}", batch, moved, variants, lambda o: moe_step(part, inputs, o), deadline
+                    )
+                    total_us += us
+                    found = replace(found, **{part: getattr(options, part)})
+                best.append((total_us, found))
+
+            rule = flex_moe.moe_options(batch * MOE_TOP_K, banks[0])
+            rows = [("flex_moe.py's", rule), ("best", min(best, key=lambda row: row[0])[1])]
+            moved = inputs.bytes_of("gate_up_EIC", "down_ECI")
+            for dependent_rows, suffix in ((range(0), ""), (range(batch, batch + 1), ", dependent launch")):
+                flex_triton.PDL_ROWS = dependent_rows
+                for name, options in rows:
+                    for lora, used in (("", banks), (" + LoRA", adapted)):
+                        us = graph_us(moe_step("layer", replace(inputs, banks=used), options))
+                        variant = f"{name}{suffix} {_short(options)}"
+                        print(report.add(f"{kind} layer{lora}", batch, variant, us, moved), flush=True)
+            flex_triton.PDL_ROWS = shipped_rows
+        del banks, adapted, inputs, bank, args
+        torch.cuda.empty_cache()
 
 
 # --- the small kernels -----------------------------------------------------------------------------------------------
@@ -849,13 +874,12 @@ def main() -> int:
             for options in linear_variants(kind, batch)
         ]
     if "moe" in args.sections:
-        jobs += [("moe layer", batch, None, moe_rule(batch)) for batch in args.moe_batches]
         jobs += [
-            (f"moe {part}", batch, None, options)
+            (kind, batch, part, options)
             for batch in args.moe_batches
+            for kind, part in MOE_TILES
             for block_m in moe_blocks(batch)
-            for part in MOE_TILES
-            for options in moe_variants(part, block_m)
+            for options in moe_variants(kind, part, block_m)
         ]
     compile_ahead(jobs)
     report = Report()
