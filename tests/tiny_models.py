@@ -26,6 +26,8 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 VOCAB = 320
@@ -66,6 +68,12 @@ def build(model_class: type[PreTrainedModel], config, seed: int = 0) -> PreTrain
 def qwen3(seed: int = 0, **overrides) -> PreTrainedModel:
     """head_dim 32 where hidden / heads is 16; q and k norms."""
     return build(Qwen3ForCausalLM, Qwen3Config(**{**SIZES, "head_dim": 32, **overrides}), seed)
+
+
+def qwen3_moe(seed: int = 0, **overrides) -> PreTrainedModel:
+    """A dense layer between two sparse ones, of 8 experts each; 3 of them for a token."""
+    moe = dict(num_hidden_layers=3, mlp_only_layers=[1], num_experts=8, num_experts_per_tok=3, moe_intermediate_size=48)
+    return build(Qwen3MoeForCausalLM, Qwen3MoeConfig(**{**SIZES, "head_dim": 32, **moe, "norm_topk_prob": True, **overrides}), seed)
 
 
 def llama(seed: int = 0, **overrides) -> PreTrainedModel:

@@ -6,18 +6,25 @@ PEFT is imported where it is used: it takes seconds, and most runs have no adapt
 from __future__ import annotations
 
 import argparse
+import math
+import re
+import warnings
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from flex_lora import LORA_MODES
+from flex_lora import EXPERT_PARAMETERS, LORA_MODES, target_of
 
 if TYPE_CHECKING:
-    from peft import PeftModel
+    from peft import PeftConfig, PeftModel
 
-LINEAR_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+ATTENTION_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
+MLP_TARGETS = ("gate_proj", "up_proj", "down_proj")
+LINEAR_TARGETS = (*ATTENTION_TARGETS, *MLP_TARGETS)
+TARGETS = ("all", "attention", "experts")
 FRESH_B_STD = 0.02  # of B: a delta of a few percent of the weights, well above bfloat16's step
 
 
@@ -74,11 +81,23 @@ def attach_adapter(model: nn.Module, args: argparse.Namespace) -> nn.Module:
 # ------------------------------------------------------------------------------------------------------------------- adapters
 
 
-def fresh_adapter(model: nn.Module, rank: int = 32, seed: int = 0, adapter_name: str = "default") -> PeftModel:
-    """LoRA on all seven projections whose B is not zero, so that it changes the model. On a meta model only shapes are made."""
+def fresh_adapter(
+    model: nn.Module, rank: int = 32, seed: int = 0, adapter_name: str = "default", targets: str = "all"
+) -> PeftModel:
+    """LoRA whose B is not zero, so that it changes the model: on attention and MLP or stacked experts, or on one of the two alone.
+    On a meta model only shapes are made. Experts in 4-bit have no parameter that PEFT could adapt, and stay as they are."""
     from peft import LoraConfig, get_peft_model
 
-    config = LoraConfig(r=rank, lora_alpha=rank, target_modules=list(LINEAR_TARGETS), task_type="CAUSAL_LM")
+    has_experts = any(name.endswith(EXPERT_PARAMETERS) for name, _ in model.named_parameters())
+    if targets == "experts" and not has_experts:
+        raise ValueError(f"{type(model).__name__} has no stacked experts for an adapter to target")
+    modules = [] if targets == "experts" else [*ATTENTION_TARGETS]
+    stacks = [] if targets == "attention" or not has_experts else [*EXPERT_PARAMETERS]
+    if targets == "all" and not any(hasattr(module, "num_experts") for module in model.modules()):
+        modules += MLP_TARGETS
+    config = LoraConfig(
+        r=rank, lora_alpha=rank, target_modules=modules, target_parameters=stacks or None, task_type="CAUSAL_LM"
+    )
     device = next(model.parameters()).device
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
@@ -89,9 +108,11 @@ def fresh_adapter(model: nn.Module, rank: int = 32, seed: int = 0, adapter_name:
     return adapted
 
 
-def save_fresh_adapter(meta_model: nn.Module, path: str | Path, rank: int = 32, seed: int = 0) -> None:
+def save_fresh_adapter(
+    meta_model: nn.Module, path: str | Path, rank: int = 32, seed: int = 0, targets: str = "all"
+) -> None:
     """Writes a fresh adapter in PEFT's format. Only the adapter is ever allocated: `meta_model` holds no weights."""
-    adapted = fresh_adapter(meta_model, rank, seed)
+    adapted = fresh_adapter(meta_model, rank, seed, targets=targets)
     generator = torch.Generator().manual_seed(seed)
 
     def filled(name: str, parameter: Tensor) -> Tensor:
@@ -110,7 +131,8 @@ def save_fresh_adapter(meta_model: nn.Module, path: str | Path, rank: int = 32, 
 def load_adapter(model: nn.Module, path: str | Path, adapter_name: str = "default") -> PeftModel:
     """Puts a saved LoRA adapter on the model, through PEFT's loader, with every tensor of the file in its place.
 
-    A file whose names start otherwise than PEFT's own (`base_model.model.`) is taken if one prefix maps all of it. Raises
+    A file whose names start otherwise than PEFT's own (`base_model.model.`) is taken if one prefix maps all of it, and one that
+    names each expert's projections (`experts.3.up_proj.lora_A.weight`) is put into the stacks that transformers keeps. Raises
     ValueError naming the tensors that have no place in the model, or that the file lacks: PEFT itself would go on without.
     """
     from peft import PeftConfig, get_peft_model, get_peft_model_state_dict, load_peft_weights, set_peft_model_state_dict
@@ -119,8 +141,16 @@ def load_adapter(model: nn.Module, path: str | Path, adapter_name: str = "defaul
     if config.peft_type != "LORA":
         raise ValueError(f"{path} is a {config.peft_type.value} adapter; the rollout engine applies LoRA only")
     config.inference_mode = True
-    adapted = get_peft_model(model, config, adapter_name)
     saved = load_peft_weights(str(path), device=str(next(model.parameters()).device))
+    stacks = collect_experts(saved, model, config)
+    with warnings.catch_warnings():
+        if stacks:  # PEFT looks for the patterns among the modules alone
+            warnings.filterwarnings("ignore", ".*_pattern keys did not match any targeted module", RuntimeWarning)
+        adapted = get_peft_model(model, config, adapter_name)
+    for name, wrapper in adapted.named_modules():
+        stack = stacks.get((unwrapped_name(name), target_of(wrapper)))
+        if stack is not None:
+            saved |= stack.tensors(name)
     expected = get_peft_model_state_dict(adapted, adapter_name=adapter_name, save_embedding_layers=False)
     # An embedding that is a target is saved with its base weight, under the model's own name.
     places = expected.keys() | {name for name in adapted.state_dict() if name.endswith("base_layer.weight")}
@@ -131,6 +161,84 @@ def load_adapter(model: nn.Module, path: str | Path, adapter_name: str = "defaul
         raise ValueError(f"adapter {path}: " + "; ".join(f"{_listed(names)} {problem}" for names, problem in problems if names))
     set_peft_model_state_dict(adapted, state, adapter_name=adapter_name)
     return adapted.eval()
+
+
+@dataclass
+class ExpertStack:
+    """Adapters of the single experts of one stack, as they come to lie in PEFT's one layer for it."""
+
+    num_experts: int
+    rows: int
+    columns: int
+    rank: int = 0
+    scaling: float = 0.0
+    members: list[tuple[int, int, int, Tensor, Tensor]] = field(default_factory=list)  # expert, first row and rank, A, scaled B
+
+    def tensors(self, name: str) -> dict[str, Tensor]:
+        """A `[E * rank, columns]`, expert-major, and B `[rows, rank * E]`; what no member fills is zero."""
+        a = self.members[0][3]
+        a_ERK, b_ENR = a.new_zeros(self.num_experts, self.rank, self.columns), a.new_zeros(self.num_experts, self.rows, self.rank)
+        for expert, row, first, a_RK, b_NR in self.members:
+            ranks = slice(first, first + len(a_RK))
+            a_ERK[expert, ranks] = a_RK
+            b_ENR[expert, row : row + len(b_NR), ranks] = b_NR / self.scaling
+        return {f"{name}.lora_A.weight": a_ERK.flatten(0, 1), f"{name}.lora_B.weight": b_ENR.permute(1, 2, 0).flatten(1)}
+
+
+EXPERT_TENSOR = re.compile(r"(?P<layer>(?:.*\.)?experts)\.(?P<expert>\d+)\.(?P<projection>\w+_proj)\.lora_A\.(?:\w+\.)?weight")
+
+
+def collect_experts(saved: dict[str, Tensor], model: nn.Module, config: PeftConfig) -> dict[tuple[str, str], ExpertStack]:
+    """Takes the adapters of single experts out of `saved`, and makes `config` target the stacks (layer, parameter) that they are
+    part of. Gate and up lie in one stack: a rank for each of the two, B block by block. Raises ValueError naming a tensor."""
+    from peft.utils.other import get_pattern_key
+
+    def scaling(name: str, rank: int) -> float:
+        alpha = config.alpha_pattern.get(get_pattern_key(config.alpha_pattern, name), config.lora_alpha)
+        return alpha / (math.sqrt(rank) if config.use_rslora else rank)
+
+    found = [match for match in map(EXPERT_TENSOR.fullmatch, list(saved)) if match]
+    if not found:
+        return {}
+    modules = dict(model.named_modules())
+    stacks: dict[tuple[str, str], ExpertStack] = {}
+    ranks: dict[tuple[str, str, int], int] = {}  # taken so far of each expert
+    for match in found:
+        name, expert, projection = match.string, int(match["expert"]), match["projection"]
+        layer = next((known for known in modules if match["layer"] == known or match["layer"].endswith("." + known)), None)
+        parameter = "down_proj" if projection == "down_proj" else "gate_up_proj"
+        stack_parameter = getattr(modules.get(layer), parameter, None)
+        partner = name.replace(".lora_A.", ".lora_B.")
+        if projection not in MLP_TARGETS or stack_parameter is None or expert >= len(stack_parameter):
+            raise ValueError(f"{name} has no place in the model")
+        if partner not in saved:
+            raise ValueError(f"{partner} is not in the file")
+        a_RK, b_NR = saved.pop(name), saved.pop(partner)
+        stack = stacks.setdefault((layer, parameter), ExpertStack(*stack_parameter.shape))
+        own_rows = stack.rows // 2 if parameter == "gate_up_proj" else stack.rows
+        if a_RK.shape[1] != stack.columns or b_NR.shape != (own_rows, len(a_RK)):
+            raise ValueError(f"{name}: shapes {tuple(a_RK.shape)} and {tuple(b_NR.shape)} do not fit {own_rows} x {stack.columns}")
+        first = ranks.get((layer, parameter, expert), 0)
+        stack.rank = max(stack.rank, first + len(a_RK))
+        ranks[layer, parameter, expert] = first + len(a_RK)
+        own_scaling = scaling(f"{layer}.{expert}.{projection}", len(a_RK))
+        stack.scaling = stack.scaling or own_scaling
+        stack.members.append((expert, own_rows if projection == "up_proj" else 0, first, a_RK, own_scaling * b_NR))
+    others = {name.split(".lora_")[0] for name in saved if ".lora_" in name}
+    config.target_modules = {
+        known for known, module in modules.items() if known and any(f".{other}".endswith(f".{known}") for other in others)
+    }
+    config.target_parameters = {f"{layer}.{parameter}" for layer, parameter in stacks}
+    for (layer, parameter), stack in stacks.items():
+        pattern = re.escape(f"{layer}.{parameter}")
+        config.rank_pattern[pattern] = stack.rank
+        config.alpha_pattern[pattern] = stack.scaling * (math.sqrt(stack.rank) if config.use_rslora else stack.rank)
+    return stacks
+
+
+def unwrapped_name(name: str) -> str:
+    """Of a wrapper of PEFT's: the name that its module has in the model alone."""
+    return name.removeprefix("base_model.model.").replace(".base_layer", "")
 
 
 def _with_peft_prefix(saved: dict[str, Tensor], places: set[str]) -> dict[str, Tensor]:

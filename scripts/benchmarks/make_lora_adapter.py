@@ -1,4 +1,4 @@
-"""Writes a LoRA adapter in PEFT's format that is not a no-op: rank 32 on all seven projections, B random instead of zero.
+"""Writes a LoRA adapter in PEFT's format that is not a no-op: rank 32 on attention and MLP or stacked experts, B random, not zero.
 
     python scripts/benchmarks/make_lora_adapter.py --model_name qwen3-4b-base
     python scripts/benchmarks/qwen3_flex_inference.py --load_format dummy --model_name qwen3-4b-base \\
@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from embedded_model import EmbeddedModelError, embedded_model_path
 from flex_cli import EMBEDDED, MODEL_CONFIGS, fail, find_config, integer
-from lora_adapters import save_fresh_adapter
+from lora_adapters import TARGETS, save_fresh_adapter
 
 
 def read_config(name: str) -> PreTrainedConfig:
@@ -38,6 +38,9 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model_name", default="unsloth/Qwen3-4B-Base", help="whose shapes the adapter has (default: %(default)s)")
     parser.add_argument("--rank", type=integer(1), default=32, help="(default: %(default)s)")
+    parser.add_argument(
+        "--targets", choices=TARGETS, default="all", help="experts: PEFT's target_parameters on a MoE's stacks (default: %(default)s)"
+    )
     parser.add_argument("--seed", type=integer(0), default=0, help="(default: %(default)s)")
     parser.add_argument("--output", default="outputs/lora_rank32_fresh", help="folder to write (default: %(default)s)")
     args = parser.parse_args(argv)
@@ -45,7 +48,10 @@ def main(argv: list[str] | None = None) -> int:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.name_or_path = args.model_name
-    save_fresh_adapter(model, args.output, args.rank, args.seed)
+    try:
+        save_fresh_adapter(model, args.output, args.rank, args.seed, args.targets)
+    except ValueError as error:
+        fail(f"--targets {args.targets}: {error}")
     print(args.output)
     return 0
 

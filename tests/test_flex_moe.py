@@ -1,0 +1,385 @@
+"""Qwen3-MoE in the engine: the walker, its compiled form, and LoRA on experts, against Hugging Face on tiny models."""
+
+import json
+import math
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+
+import flex_lora
+import lora_adapters as la
+import lora_checks as lc
+import qwen3_moe_flex
+import tiny_models as tm
+from flex_compile import COMPILE_VARIABLE
+from flex_engine import EngineConfig, FlexEngine, HFWalker, SamplingParams
+from numerics import engine_last_logits, hf_greedy
+from qwen3_moe_flex import FlexMoEInference
+from written_walkers import walker_class_of
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+MODES = flex_lora.LORA_MODES
+STACKS = list(flex_lora.EXPERT_PARAMETERS)
+PROMPTS = tm.random_prompts([40, 3, 70, 1])
+NEAR = dict(atol=2e-4, rtol=1e-4)
+
+
+def engine_of(model, walker_class=FlexMoEInference, **options) -> FlexEngine:
+    return FlexEngine(walker_class(model, **options), config=EngineConfig(max_batch_size=6, max_seq_len=160, page_size=16))
+
+
+def greedy(engine: FlexEngine, prompts=PROMPTS, max_tokens: int = 40) -> list[list[int]]:
+    outputs = engine.generate(prompts, SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True))
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+@torch.no_grad()
+def trainer_logits(model) -> torch.Tensor:
+    return torch.stack([model(input_ids=torch.tensor([prompt])).logits[0, -1].float() for prompt in PROMPTS])
+
+
+def assert_serves(engine: FlexEngine, model, **tolerance) -> None:
+    torch.testing.assert_close(engine_last_logits(engine, PROMPTS), trainer_logits(model), **(tolerance or NEAR))
+
+
+# ----------------------------------------------------------------------------------------------------------------- the walker
+
+VARIANTS = {
+    "norm_topk_prob": dict(norm_topk_prob=True),
+    "no norm_topk_prob": dict(norm_topk_prob=False),
+    "decoder_sparse_step": dict(decoder_sparse_step=2, mlp_only_layers=[]),
+    "all sparse": dict(mlp_only_layers=[]),
+    "window": dict(use_sliding_window=True, sliding_window=24, max_window_layers=1),
+    "one expert": dict(num_experts_per_tok=1),
+    "all experts": dict(num_experts_per_tok=8),
+}
+
+
+@pytest.mark.parametrize("implementation", ["eager", "batched_mm", "grouped_mm"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_greedy_tokens_are_hugging_faces(variant, implementation):
+    model = tm.qwen3_moe(**VARIANTS[variant])
+    reference = tm.unshared(model)
+    reference.set_experts_implementation(implementation)
+    engine = engine_of(model)
+    assert engine.walker.specs == HFWalker(reference).specs
+    tokens = greedy(engine)
+    assert tokens == [hf_greedy(reference, prompt, 40) for prompt in PROMPTS]
+    assert len({token for row in tokens for token in row}) >= 16
+
+
+def sparse_mlps(model):
+    return [layer.mlp for layer in model.model.layers if hasattr(layer.mlp, "gate")]
+
+
+def test_ties_in_the_router_send_all_tokens_to_the_same_experts():
+    """Which of equal probabilities wins is nobody's promise, so the experts are equal too."""
+    model = tm.qwen3_moe()
+    for mlp in sparse_mlps(model):
+        mlp.gate.weight.data.zero_()
+        for stack in (mlp.experts.gate_up_proj, mlp.experts.down_proj):
+            stack.data[:] = stack.data[:1].clone()
+    reference = tm.unshared(model)
+    assert greedy(engine_of(model)) == [hf_greedy(reference, prompt, 40) for prompt in PROMPTS]
+
+
+def test_experts_without_a_token():
+    """Router rows that are multiples of one another leave the middle experts to nobody; their weights are not read."""
+    model = tm.qwen3_moe()
+    for mlp in sparse_mlps(model):
+        mlp.gate.weight.data[:] = mlp.gate.weight.data[0] * torch.arange(1, 9)[:, None]
+    reference = tm.unshared(model)
+    for mlp in sparse_mlps(model):
+        mlp.experts.gate_up_proj.data[3:5] = mlp.experts.down_proj.data[3:5] = float("nan")
+    assert greedy(engine_of(model)) == [hf_greedy(reference, prompt, 40) for prompt in PROMPTS]
+
+
+def test_walker_is_chosen_by_the_config_and_refuses_what_it_does_not_compute():
+    assert walker_class_of(tm.qwen3_moe()) is FlexMoEInference
+    with pytest.raises(ValueError, match="hidden_act 'gelu' is not silu"):
+        FlexMoEInference(tm.qwen3_moe(hidden_act="gelu"))
+
+
+def test_weights_that_the_trainer_moves_are_followed():
+    model = tm.qwen3_moe()
+    engine = engine_of(model)
+    before = engine_last_logits(engine, PROMPTS)
+    addresses = [layer.mlp.experts.down_ECI.data_ptr() for layer in engine.walker.layers if hasattr(layer.mlp, "experts")]
+    for parameter in model.parameters():
+        parameter.data = parameter.data * 1.1
+    engine.refresh_lora()
+    assert addresses == [layer.mlp.experts.down_ECI.data_ptr() for layer in engine.walker.layers if hasattr(layer.mlp, "experts")]
+    assert (engine_last_logits(engine, PROMPTS) - before).abs().max() > 1e-2
+    assert_serves(engine, model)
+
+
+# ----------------------------------------------------------------------------------------------------------------------- LoRA
+
+
+def adapt(model, name="default", seed=0, **options) -> PeftModel:
+    """LoRA on attention, both stacks and nothing else, with B far from zero, unless `options` of LoraConfig say otherwise."""
+    chosen = {
+        "r": 4, "lora_alpha": 8, "target_modules": list(la.ATTENTION_TARGETS), "target_parameters": STACKS, "init_lora_weights": False,
+        **options,
+    }  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        adapted = get_peft_model(model, LoraConfig(**chosen), adapter_name=name)
+        for _, parameter, _ in flex_lora.active_tensors(adapted):
+            parameter.data += 0.1 * torch.randn_like(parameter)
+    return adapted.eval()
+
+
+TARGETS = {
+    "experts and attention": {},
+    "experts": dict(target_modules=[]),
+    "down_proj": dict(target_parameters=["down_proj"], target_modules=[]),
+    "gate_up_proj": dict(target_parameters=["gate_up_proj"], target_modules=[]),
+    "router": dict(target_parameters=["gate.weight"]),
+    "router and experts": dict(target_parameters=["gate.weight", *STACKS]),
+    "rslora": dict(use_rslora=True),
+    "ranks": dict(r=3, rank_pattern={r".*\.gate_up_proj": 20}, alpha_pattern={r".*\.gate_up_proj": 5}),
+    "one layer": dict(target_parameters=["layers.2.mlp.experts.down_proj"]),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("targets", TARGETS)
+def test_adapters_on_stacks_are_served(targets, mode):
+    plain = trainer_logits(tm.qwen3_moe())
+    adapted = adapt(tm.qwen3_moe(), **TARGETS[targets])
+    expected = trainer_logits(adapted)
+    assert (expected - plain).abs().max() > 0.1
+    engine = engine_of(adapted, lora_mode=mode)
+    torch.testing.assert_close(engine_last_logits(engine, PROMPTS), expected, **NEAR)
+    assert greedy(engine, PROMPTS[:2], 16) == [hf_greedy(adapted, prompt, 16) for prompt in PROMPTS[:2]]
+
+
+def test_the_other_reading_of_b_is_far_off(monkeypatch):
+    """PEFT's B is [rows, r * E] with its second axis (r, E); read as (E, r) it is another adapter altogether."""
+    adapted = adapt(tm.qwen3_moe())
+    expected = trainer_logits(adapted)
+
+    def misread(delta):
+        left, right = (linear.weight.data for linear in delta.linears)
+        experts = flex_lora.num_experts(delta.layer)
+        if experts == 1:
+            return left, right
+        return left.unflatten(1, (experts, -1)).permute(1, 0, 2), right.unflatten(0, (experts, -1))
+
+    monkeypatch.setattr(flex_lora.Delta, "factors", misread)
+    assert (engine_last_logits(engine_of(adapted), PROMPTS) - expected).abs().max() > 0.5
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_refresh_keeps_addresses_and_follows_the_adapter(mode):
+    adapted = adapt(tm.qwen3_moe())
+    engine = engine_of(adapted, lora_mode=mode)
+    addresses = [tensor.data_ptr() for tensor in engine.walker.adapters.written()]
+    before = engine_last_logits(engine, PROMPTS)
+    for _, parameter, _ in flex_lora.active_tensors(adapted):
+        parameter.data += 0.05 * torch.randn_like(parameter)
+    for _ in range(2):  # the scaling must not be applied twice
+        engine.refresh_lora()
+        assert_serves(engine, adapted)
+    assert (engine_last_logits(engine, PROMPTS) - before).abs().max() > 0.05
+    assert addresses == [tensor.data_ptr() for tensor in engine.walker.adapters.written()]
+    with adapted.disable_adapter():
+        engine.refresh_lora()
+        assert_serves(engine, adapted)
+    engine.refresh_lora()
+    assert_serves(engine, adapted)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_nothing_drifts(mode):
+    report = lc.verify_no_drift(engine_of(adapt(tm.qwen3_moe()), lora_mode=mode), cycles=3, max_tokens=8)
+    assert report.passed, report
+
+
+def test_fresh_adapter_reaches_the_experts():
+    fresh = la.fresh_adapter(tm.qwen3_moe(), rank=4)
+    names = [name for name, _, kind in flex_lora.active_tensors(fresh) if kind == "ParamWrapper"]
+    assert len(names) == 2 * 2 * 2  # A and B of two stacks in two sparse layers
+    assert not any("mlp.gate." in name for name in names)
+    assert_serves(engine_of(fresh.eval()), fresh)
+    with pytest.raises(ValueError, match="Qwen3ForCausalLM has no stacked experts"):
+        la.fresh_adapter(tm.qwen3(), targets="experts")
+
+
+def test_every_tensor_is_read_or_named():
+    class WithoutExpertAdapters(FlexMoEInference):
+        def sparse_mlp(self, mlp):
+            mlp_base = mlp.experts.get_base_layer()
+            return qwen3_moe_flex.SparseMLP(
+                self.projection(mlp.gate), flex_lora.Experts(mlp_base.gate_up_proj.data, mlp_base.down_proj.data), 3, True
+            )
+
+    with pytest.raises(ValueError, match=r"layers\.0\.mlp\.experts\.\S*lora_A\.default\.weight \(ParamWrapper\).*and 4 more"):
+        WithoutExpertAdapters(adapt(tm.qwen3_moe()))
+    merged = adapt(tm.qwen3_moe())
+    merged.merge_adapter()
+    with pytest.raises(ValueError, match="adapter default is merged into the base weight"):
+        FlexMoEInference(merged)
+
+
+def test_merged_experts_stay_within_their_bound(monkeypatch):
+    adapted = adapt(tm.qwen3_moe())
+    sizes = [p.numel() for name, p in tm.qwen3_moe().named_parameters() if name.endswith(tuple(STACKS))]
+    assert flex_lora.merged_experts_gb(adapted, torch.float32) == pytest.approx(4 * sum(sizes) / 1e9)
+    assert engine_of(adapted).walker.adapters.mode == "merged"
+    monkeypatch.setattr(flex_lora, "MAX_MERGED_EXPERTS_GB", 3.9 * sum(sizes) / 1e9)
+    with pytest.raises(ValueError, match="a second copy of the adapted experts takes .* use --lora_mode active"):
+        FlexMoEInference(adapted, lora_mode="merged")
+    engine = engine_of(adapted)
+    assert engine.walker.adapters.mode == "active"
+    assert_serves(engine, adapted)
+    attention_only = adapt(tm.qwen3_moe(), target_parameters=None)
+    assert engine_of(attention_only).walker.adapters.mode == "merged"
+
+
+# ------------------------------------------------------------------------------------------------------------ adapters on disk
+
+
+def per_expert_adapter(folder, ranks=lambda expert, projection: 4, config=None, skip=()) -> dict[str, torch.Tensor]:
+    """An adapter that names each expert's projections, as tools write it that know experts as linears."""
+    generator = torch.Generator().manual_seed(0)
+    tensors = {}
+    shapes = {"gate_proj": (48, 64), "up_proj": (48, 64), "down_proj": (64, 48)}
+    for layer in (0, 2):
+        for expert in range(8):
+            for projection, (rows, columns) in shapes.items():
+                if (expert, projection) in skip:
+                    continue
+                rank = ranks(expert, projection)
+                name = f"base_model.model.model.layers.{layer}.mlp.experts.{expert}.{projection}"
+                tensors[f"{name}.lora_A.weight"] = 0.2 * torch.randn(rank, columns, generator=generator)
+                tensors[f"{name}.lora_B.weight"] = 0.2 * torch.randn(rows, rank, generator=generator)
+    for layer in range(3):
+        name = f"base_model.model.model.layers.{layer}.self_attn.q_proj"
+        tensors[f"{name}.lora_A.weight"] = 0.2 * torch.randn(4, 64, generator=generator)
+        tensors[f"{name}.lora_B.weight"] = 0.2 * torch.randn(128, 4, generator=generator)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    chosen = dict(peft_type="LORA", r=4, lora_alpha=8, target_modules=["q_proj", *la.MLP_TARGETS], task_type="CAUSAL_LM")
+    (folder / "adapter_config.json").write_text(json.dumps(chosen | (config or {})))
+    return tensors
+
+
+@torch.no_grad()
+def merged_by_hand(tensors, scaling) -> torch.nn.Module:
+    model = tm.qwen3_moe()
+    for name, a in tensors.items():
+        if ".lora_A." not in name:
+            continue
+        path, delta = name.removeprefix("base_model.model.").split(".lora_A")[0], None
+        rank = len(a)
+        delta = scaling(path, rank) * tensors[name.replace("lora_A", "lora_B")] @ a
+        if ".experts." not in path:
+            model.get_submodule(path).weight += delta
+            continue
+        experts, expert, projection = path.rsplit(".", 2)
+        stack = getattr(model.get_submodule(experts), "down_proj" if projection == "down_proj" else "gate_up_proj")[int(expert)]
+        (stack[48:] if projection == "up_proj" else stack[: len(delta)]).add_(delta)
+    return model
+
+
+def plain_scaling(path, rank):
+    return 8 / rank
+
+
+PER_EXPERT = {
+    "plain": ({}, {}, plain_scaling),
+    "rslora": ({}, dict(use_rslora=True), lambda path, rank: 8 / math.sqrt(rank)),
+    "ranks of their own": (dict(ranks=lambda e, p: 2 + e % 3 if p != "up_proj" else 7), {}, plain_scaling),
+    "some left out": (dict(skip={(3, "gate_proj"), (5, "up_proj"), (6, "down_proj"), (6, "gate_proj"), (6, "up_proj")}), {}, plain_scaling),
+    "alpha pattern": ({}, dict(alpha_pattern={"up_proj": 2}), lambda path, rank: (2 if path.endswith("up_proj") else 8) / rank),
+    "all-linear": ({}, dict(target_modules="all-linear"), plain_scaling),
+}
+
+
+@pytest.mark.parametrize("case", PER_EXPERT)
+def test_adapters_of_single_experts_are_stacked(case, tmp_path):
+    options, config, scaling = PER_EXPERT[case]
+    tensors = per_expert_adapter(tmp_path, config=config, **options)
+    loaded = la.load_adapter(tm.qwen3_moe(), tmp_path)
+    expected = trainer_logits(merged_by_hand(tensors, scaling))
+    torch.testing.assert_close(trainer_logits(loaded), expected, **NEAR)
+    for mode in MODES:
+        torch.testing.assert_close(engine_last_logits(engine_of(loaded, lora_mode=mode), PROMPTS), expected, **NEAR)
+
+
+def test_adapters_of_single_experts_name_what_does_not_fit(tmp_path):
+    tensors = per_expert_adapter(tmp_path)
+    experts = "base_model.model.model.layers.0.mlp.experts"
+
+    def refused(match, change, config=None):
+        altered = dict(tensors)
+        change(altered)
+        save_file(altered, tmp_path / "adapter_model.safetensors")
+        with pytest.raises(ValueError, match=match):
+            la.load_adapter(tm.qwen3_moe(), tmp_path)
+
+    refused(r"experts\.8\.up_proj\.lora_A\.weight has no place", lambda t: t.update({f"{experts}.8.up_proj.lora_A.weight": torch.ones(4, 64)}))
+    refused(r"experts\.1\.up_proj\.lora_B\.weight is not in the file", lambda t: t.pop(f"{experts}.1.up_proj.lora_B.weight"))
+    refused(r"experts\.1\.up_proj\.lora_B\.weight has no place", lambda t: t.pop(f"{experts}.1.up_proj.lora_A.weight"))
+    refused(r"experts\.1\.up_proj\.lora_A\.weight: shapes", lambda t: t.update({f"{experts}.1.up_proj.lora_A.weight": torch.ones(4, 60)}))
+    refused(r"experts\.1\.up_proj\.lora_magnitude", lambda t: t.update({f"{experts}.1.up_proj.lora_magnitude_vector": torch.ones(48)}))
+    refused(r"layers\.1\.mlp\.experts\.0\.up_proj\.lora_A\.weight has no place", lambda t: t.update(
+        {f"base_model.model.model.layers.1.mlp.experts.0.up_proj.lora_{x}.weight": torch.ones(4, 64) for x in "AB"}))  # fmt: skip
+
+
+@pytest.mark.parametrize("prefix", ["base_model.model.", "", "model.base_model.model."])
+def test_stacked_adapters_round_trip(prefix, tmp_path):
+    adapted = adapt(tm.qwen3_moe())
+    adapted.save_pretrained(tmp_path)
+    path = tmp_path / "adapter_model.safetensors"
+    tensors = load_file(path)
+    save_file({prefix + name.removeprefix("base_model.model."): tensor for name, tensor in tensors.items()}, path)
+    loaded = la.load_adapter(tm.qwen3_moe(), tmp_path)
+    torch.testing.assert_close(trainer_logits(loaded), trainer_logits(adapted))
+    dropped = next(name for name in tensors if "experts" in name)
+    save_file({name: tensor for name, tensor in tensors.items() if name != dropped}, path)
+    with pytest.raises(ValueError, match="is not in the file"):
+        la.load_adapter(tm.qwen3_moe(), tmp_path)
+
+
+# ------------------------------------------------------------------------------------------------------------ compiled walker
+
+
+@pytest.mark.parametrize("mode, opts", [("walker", "stock"), ("walker_fullgraph", "inference_freeze")])
+def test_compiled_walker_gives_the_same_tokens(mode, opts):
+    torch._dynamo.reset()
+    model = tm.qwen3_moe()
+    expected = [hf_greedy(tm.unshared(model), prompt, 12) for prompt in PROMPTS]
+    engine = engine_of(model, compile_walker=mode, compile_opts=opts)
+    torch._dynamo.utils.counters.clear()
+    assert [greedy(engine, PROMPTS[:n], 12) for n in (4, 2, 1)] == [expected[:n] for n in (4, 2, 1)]
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1  # for every bucket
+    if opts == "inference_freeze":
+        with pytest.raises(ValueError, match="inference_freeze bakes the weights in, so no refresh reaches them"):
+            engine.refresh_lora()
+
+
+def test_compiled_walker_follows_an_active_adapter():
+    torch._dynamo.reset()
+    adapted = adapt(tm.qwen3_moe())
+    engine = engine_of(adapted, lora_mode="active", compile_walker=True)
+    assert_serves(engine, adapted)
+    for _, parameter, _ in flex_lora.active_tensors(adapted):
+        parameter.data *= 1.5
+    engine.refresh_lora()
+    assert_serves(engine, adapted)
+
+
+def test_compile_mode_comes_from_the_argument_or_the_environment(monkeypatch):
+    assert FlexMoEInference(tm.qwen3_moe()).compile_mode == "off"
+    monkeypatch.setenv(COMPILE_VARIABLE, "1")
+    assert FlexMoEInference(tm.qwen3_moe()).compile_mode == "walker_fullgraph"
+    assert FlexMoEInference(tm.qwen3_moe(), compile_walker=False).compile_mode == "off"
+    monkeypatch.setenv(COMPILE_VARIABLE, "fast")
+    with pytest.raises(ValueError, match="UNSLOTH_FLEX_COMPILE_WALKER must be 0, 1 or one of off, walker, walker_fullgraph, not 'fast'"):
+        FlexMoEInference(tm.qwen3_moe())
+    with pytest.raises(ValueError, match="compile_opts must be one of stock"):
+        FlexMoEInference(tm.qwen3_moe(), compile_walker=True, compile_opts="O9")
