@@ -1,6 +1,9 @@
 """Mixture-of-experts layers: plain form against Hugging Face, kernels against the plain form, and what they compile to."""
 
 import copy
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -10,6 +13,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeConfig, Qwe
 import flex_kernels
 import flex_moe
 import flex_moe_kernels as kernels
+from conftest import SCRIPTS
 from flex_linear import add_norm_triton
 from flex_moe import ActiveExperts, Experts, MoEOptions, route_reference
 from flex_moe_kernels import GroupedOptions, plan_experts_triton, route_triton
@@ -185,7 +189,8 @@ def test_low_rank_products(C, rank, dtype):
     bank = random_bank(4, C, 48, dtype)
     bank.options = MoEOptions(16, TILES, TILES)
     adapted = with_lora(bank, rank)
-    x, weights, experts = randn(9, C, dtype=dtype), torch.rand(9, 2, device=DEVICE).to(dtype), routing("one without a token", 9, 4, 2)
+    x, weights = randn(9, C, dtype=dtype), torch.rand(9, 2, device=DEVICE).to(dtype)
+    experts = routing("one without a token", 9, 4, 2)
     for low_ranks in ((True, True), (True, False), (False, True)):
         gate_up, down = (part if on else None for part, on in zip((adapted.gate_up_low_rank, adapted.down_low_rank), low_ranks))
         some = copy.copy(adapted)
@@ -214,6 +219,28 @@ def test_nf4_in_fp32_is_refused_by_the_kernels():
     bank = quantized(random_bank(4, 64, 64, torch.float32))
     with pytest.raises(ValueError, match="bfloat16 or float16"):
         flex_moe.experts_triton(bank, randn(2, 64), torch.rand(2, 1, device=DEVICE), routing("random", 2, 4, 1))
+
+
+COMPILE_FOR_HOPPER = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import kernel_bench
+from flex_moe import MoEOptions
+from flex_moe_kernels import GroupedOptions
+
+jobs = [("moe", 64, "layer", MoEOptions()), ("moe", 64, "down", MoEOptions(32, down=GroupedOptions(128, tma=True)))]
+jobs += [("moe", 128, "gate_up", MoEOptions(16, GroupedOptions(tma=True))), ("nf4", 64, "layer", MoEOptions())]
+problems = [problem for job in jobs if (problem := kernel_bench._compile((90, *job)))]
+sys.exit("; ".join(problems) or 0)
+"""
+
+
+def test_the_kernels_compile_for_hopper_without_a_gpu(tmp_path):
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-c", COMPILE_FOR_HOPPER, str(SCRIPTS)]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-2000:]
 
 
 # --- 4-bit experts ---------------------------------------------------------------------------------------------------

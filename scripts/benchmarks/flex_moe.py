@@ -5,8 +5,8 @@
 
 An expert is `down(silu(gate(x)) * up(x))`; a token's result is the sum over its K experts, each times its routing weight. All is
 safe inside a CUDA graph: shapes and grids depend on the number of tokens alone, and who is routed where is read on the GPU, where
-only the weights of experts that were hit are read. A bank may be NF4 (transformers quantizes no stacked experts, so the layout is our
-own: NF4Weight) and may have LoRA beside it. flex_moe_kernels.py has the kernels.
+only the weights of experts that were hit are read. A bank may be NF4 (transformers quantizes no stacked experts, so the layout is
+this project's own: NF4Weight) and may have LoRA beside it. flex_moe_kernels.py has the kernels.
 
 Shape suffixes besides: E experts, K experts of a token (or input features of a weight), I intermediate features (of a stacked
 gate_up: both halves), P = T * K pairs of a token and an expert, R rank.

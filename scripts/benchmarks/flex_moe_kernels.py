@@ -125,12 +125,12 @@ def _plan_kernel(
 def plan_experts_triton(experts_TK: Tensor, num_experts: int, block_m: int) -> ExpertPlan:
     assert experts_TK.is_contiguous() and experts_TK.dtype == torch.int32
     P = experts_TK.numel()
-    tiles = max_tiles(P, num_experts, block_m)
+    tiles, block_p = max_tiles(P, num_experts, block_m), min(max(next_power_of_2(P), 128), 4096)
     experts_M = torch.empty(tiles, dtype=torch.int32, device=experts_TK.device)
     pairs_MB = torch.empty((tiles, block_m), dtype=torch.int32, device=experts_TK.device)
     _plan_kernel[(num_experts,)](
         experts_TK, experts_M, pairs_MB, P, tiles, E=num_experts, BLOCK_E=max(next_power_of_2(num_experts), 32),
-        BLOCK_M=block_m, BLOCK_P=min(max(next_power_of_2(P), 128), 2048), num_warps=4, **pdl_options(len(experts_TK)),
+        BLOCK_M=block_m, BLOCK_P=block_p, num_warps=8 if block_p > 2048 else 4, **pdl_options(len(experts_TK)),
     )  # fmt: skip
     return ExpertPlan(experts_M, pairs_MB, experts_TK.shape[1])
 

@@ -508,7 +508,8 @@ def print_tuned(choices: dict[int, Choice]) -> None:
 # --- mixture of experts ----------------------------------------------------------------------------------------------
 
 MOE_LAYERS, MOE_EXPERTS, MOE_TOP_K, MOE_HIDDEN, MOE_INTERMEDIATE, MOE_RANK = 9, 128, 8, 2048, 768, 32
-MOE_BATCHES = [16, 32, 48, 64, 128, 256]
+MOE_BATCHES = [16, 32, 48, 64, 128, 256, 4096]
+MOE_PREFILL = 1024  # from here on products are bound by arithmetic
 MOE_TILES = {  # block_n, block_k, num_warps, num_stages, tma
     ("moe", "gate_up"): (
         (64, 64, 4, 4, False), (64, 64, 4, 4, True), (32, 64, 4, 6, False), (32, 64, 4, 6, True), (64, 64, 4, 3, False),
@@ -522,6 +523,18 @@ MOE_TILES = {  # block_n, block_k, num_warps, num_stages, tma
     ),
     ("nf4", "gate_up"): ((32, 64, 4, 4), (64, 64, 4, 4), (32, 64, 4, 6), (64, 64, 8, 4), (32, 64, 4, 3), (128, 64, 8, 4)),
     ("nf4", "down"): ((64, 64, 4, 4), (128, 64, 4, 4), (64, 64, 4, 6), (128, 64, 8, 4), (64, 64, 4, 3), (256, 64, 8, 4)),
+}  # fmt: skip
+MOE_PREFILL_TILES = {
+    ("moe", "gate_up"): (
+        (64, 64, 8, 3, False), (64, 64, 8, 4, True), (128, 64, 8, 4, True), (64, 64, 4, 4, True), (64, 128, 8, 2, True),
+        (64, 64, 8, 4, False),
+    ),
+    ("moe", "down"): (
+        (128, 64, 8, 3, False), (128, 64, 8, 4, True), (256, 64, 8, 4, True), (128, 64, 4, 4, True), (128, 128, 8, 2, True),
+        (128, 64, 8, 4, False),
+    ),
+    ("nf4", "gate_up"): ((32, 64, 8, 4), (64, 64, 8, 3), (128, 64, 8, 3), (64, 64, 4, 3)),
+    ("nf4", "down"): ((64, 64, 8, 4), (128, 64, 8, 3), (256, 64, 8, 3), (128, 64, 4, 3)),
 }  # fmt: skip
 
 
@@ -599,13 +612,14 @@ def moe_step(part: str, inputs: MoEInputs, options: flex_moe.MoEOptions | None) 
     )
 
 
-def moe_variants(kind: str, part: str, block_m: int) -> list[flex_moe.MoEOptions]:
-    tiles = [flex_moe_kernels.GroupedOptions(*tile) for tile in MOE_TILES[kind, part]]
+def moe_variants(kind: str, part: str, batch: int, block_m: int) -> list[flex_moe.MoEOptions]:
+    tiles = MOE_TILES if batch < MOE_PREFILL else MOE_PREFILL_TILES
+    tiles = [flex_moe_kernels.GroupedOptions(*tile) for tile in tiles[kind, part]]
     return [replace(flex_moe.MoEOptions(block_m), **{part: tile}) for tile in tiles]
 
 
 def moe_blocks(batch: int) -> tuple[int, ...]:
-    return (16, 32) if batch <= 64 else (16, 32, 64)
+    return (16, 32) if batch <= 64 else (16, 32, 64) if batch < MOE_PREFILL else (64, 128)
 
 
 def bench_moe(report: Report, batches: list[int], budget: float) -> None:
@@ -635,7 +649,7 @@ def bench_moe(report: Report, batches: list[int], budget: float) -> None:
                 total_us, found = 0.0, flex_moe.MoEOptions(block_m)
                 for part, weight in (("gate_up", "gate_up_EIC"), ("down", "down_ECI")):
                     deadline += share
-                    variants, moved = moe_variants(kind, part, block_m), inputs.bytes_of(weight)
+                    variants, moved = moe_variants(kind, part, batch, block_m), inputs.bytes_of(weight)
                     us, options = best_of(
                         report, f"{kind} {part}", batch, moved, variants, lambda o: moe_step(part, inputs, o), deadline
                     )
@@ -879,7 +893,7 @@ def main() -> int:
             for batch in args.moe_batches
             for kind, part in MOE_TILES
             for block_m in moe_blocks(batch)
-            for options in moe_variants(kind, part, block_m)
+            for options in moe_variants(kind, part, batch, block_m)
         ]
     compile_ahead(jobs)
     report = Report()
