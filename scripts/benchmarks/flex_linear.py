@@ -33,10 +33,12 @@ class LinearOptions:
 
 
 # (N, K, most tokens) -> options found on an H200 (kernel_bench.py), or None where cuBLAS is faster. What is not listed takes the
-# rule below. Qwen3-4B's projections; gate_up's N counts both halves.
+# rule below. gate_up's N counts both halves.
 _O = _DOWN = LinearOptions(64, 64, 3, 4, 6)
 _DOWN_128 = LinearOptions(64, 64, 4, 8, 6, wide=True, tail_n=16, tma=True)
+_SPLIT_6 = LinearOptions(64, 64, 6, 4, 6)
 TUNED_LINEAR: dict[tuple[int, int, int], LinearOptions | None] = {
+    # Qwen3-4B
     (6144, 2560, 8): LinearOptions(64, 128, 2, 4, 4),
     (6144, 2560, 256): None,
     (2560, 4096, 64): _O,
@@ -63,6 +65,24 @@ TUNED_LINEAR: dict[tuple[int, int, int], LinearOptions | None] = {
     (2592, 9728, 64): _DOWN,
     (2592, 9728, 128): _DOWN_128,
     (2592, 9728, 256): None,
+    # Llama-3.2-3B
+    (5120, 3072, 128): None,
+    (3072, 3072, 128): None,
+    (16384, 3072, 64): LinearOptions(64, 64, 1, 4, 7, wide=True),
+    (16384, 3072, 128): LinearOptions(64, 64, 1, 8, 5, wide=True, tma=True),
+    (3072, 8192, 64): _O,
+    (3072, 8192, 128): None,
+    # Gemma-4-E2B: q, k, v and q alone by kind of layer; o; gate_up and down
+    (2560, 1536, 64): None,
+    (5120, 1536, 64): None,
+    (2048, 1536, 64): None,
+    (4096, 1536, 64): None,
+    (1536, 2048, 64): None,
+    (1536, 4096, 64): _SPLIT_6,
+    (12288, 1536, 64): LinearOptions(64, 128, 1, 4, 4),
+    (1536, 6144, 64): _SPLIT_6,
+    (1536, 12288, 64): _SPLIT_6,
+    (1536, 256, 64): None,
 }
 
 MAX_SKINNY_TOKENS = 256
@@ -78,6 +98,8 @@ def linear_options(T: int, N: int, K: int, gated: bool = False) -> LinearOptions
             return options
     if T > 128 or N > 65536 or K < 256:
         return None
+    if N <= 256 and T <= 64 and _fits(options := LinearOptions(16, 256, max(K // 512, 1), 4, 5), T, gated):
+        return options  # an adapter's A: long tiles, since there are few
     if T > 32 and N >= 12288 and K % 64 == 0 and _fits(options := _wide_options(T, N, gated), T, gated):
         return options
     if T > 64:
