@@ -187,7 +187,7 @@ def test_grouped_products_by_the_copy_engine(dtype):
 def test_low_rank_products(C, rank, dtype):
     """The wider one splits the sum of x aᵀ."""
     bank = random_bank(4, C, 48, dtype)
-    bank.options = MoEOptions(16, TILES, TILES)
+    bank.options = MoEOptions(16, *[GroupedOptions(64, 128, 4, 2)] * 2)
     adapted = with_lora(bank, rank)
     x, weights = randn(9, C, dtype=dtype), torch.rand(9, 2, device=DEVICE).to(dtype)
     experts = routing("one without a token", 9, 4, 2)
