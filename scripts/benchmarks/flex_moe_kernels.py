@@ -1,8 +1,9 @@
 """Triton kernels of the mixture-of-experts layers (flex_moe.py has the contracts, flex_triton.py the conventions).
 
-A layer is four launches behind the router's product: `route`; `plan_experts`, which sorts the pairs of a token and an expert into
-tiles of one expert each; twice the grouped product, gate and up with SiLU and then down times the routing weight; and the sum over
-a token's experts with residual and norm, which is the sum over splits that flex_linear has.
+A layer is five launches behind the router's product: `route`; `plan_experts`, which sorts the pairs of a token and an expert into
+tiles of one expert each; the grouped product with gate and up, then SiLU; the one with down, times the routing weight; and the sum
+over a token's experts with residual and norm, which is flex_linear's sum over splits. LoRA puts a small grouped product, x aᵀ,
+before each of the two, which add its product with b to their own sums.
 
 A decode step is bound by reading the weights of the experts that were hit. So each program streams the rows of its weight tile
 once, past all the tokens of its expert (the few tokens lie along the tensor core's narrow side); the grid is fixed at the most
