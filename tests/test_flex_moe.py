@@ -15,7 +15,9 @@ import qwen3_moe_flex
 import tiny_models as tm
 from flex_compile import COMPILE_VARIABLE
 from flex_engine import EngineConfig, FlexEngine, HFWalker, SamplingParams
+from flex_profile import decode_step_bytes, expert_reads_of, profile_decode_step
 from numerics import engine_last_logits, hf_greedy
+from qwen3_flex_inference import Qwen3Walker
 from qwen3_moe_flex import FlexMoEInference
 from written_walkers import walker_class_of
 
@@ -383,3 +385,33 @@ def test_compile_mode_comes_from_the_argument_or_the_environment(monkeypatch):
         FlexMoEInference(tm.qwen3_moe())
     with pytest.raises(ValueError, match="compile_opts must be one of stock"):
         FlexMoEInference(tm.qwen3_moe(), compile_walker=True, compile_opts="O9")
+
+
+# ---------------------------------------------------------------------------------------------------------- bandwidth's floor
+
+
+@pytest.mark.parametrize("adapter", [None, "active"])
+def test_the_floor_counts_the_experts_that_are_hit(adapter):
+    model = tm.qwen3_moe() if adapter is None else adapt(tm.qwen3_moe())
+    seen = []
+    for mlp in sparse_mlps(model.get_base_model() if adapter else model):
+        mlp.gate.register_forward_hook(lambda module, inputs, output: seen.append(output[2][-1]))
+    with torch.no_grad():
+        for prompt in PROMPTS:
+            model(input_ids=torch.tensor([prompt]))
+    hit = [len(set(torch.cat(seen[layer::2]).tolist())) for layer in (0, 1)]
+    assert all(3 < count < 8 for count in hit)
+    engine = engine_of(model, lora_mode=adapter)
+    low_rank = 16 * (64 + 96 + 48 + 64) if adapter else 0
+    reads = expert_reads_of(engine, PROMPTS)
+    assert reads == [4 * count * (3 * 48 * 64 + low_rank) for count in hit]
+    difference = decode_step_bytes(engine, 4, 40) - decode_step_bytes(engine, 4, 40, reads)
+    stacks = 2 * 8 * 4 * (3 * 48 * 64 + (4 * (64 + 96 + 48 + 64) if adapter else 0))
+    assert difference == stacks - sum(reads)
+    profiled = profile_decode_step(engine, 4, 40, steps=2)
+    assert decode_step_bytes(engine, 4, 40, [0]) < profiled.step_bytes <= decode_step_bytes(engine, 4, 40, [stacks // 2] * 2) + 8 * 4 * 2 * low_rank
+
+
+def test_dense_models_have_no_experts_to_count():
+    engine = FlexEngine(Qwen3Walker(tm.qwen3()), config=EngineConfig(max_batch_size=4, max_seq_len=96, page_size=16))
+    assert expert_reads_of(engine, PROMPTS[:2]) == []

@@ -62,7 +62,7 @@ from flex_nf4 import load_4bit, quantize_nf4
 from flex_weights import unwrapped
 from lora_adapters import add_lora_arguments, attach_adapter, check_lora_arguments
 from lora_checks import verify_no_drift
-from flex_profile import copy_bandwidth, decode_step_bytes, format_profile, plot_profile, profile_decode_step
+from flex_profile import copy_bandwidth, decode_step_bytes, expert_reads_of, format_profile, plot_profile, profile_decode_step
 from prompts import WORD_PROBLEMS, Prompt, RawPrompt, choose_template, parse_answer, read_prompts_file, render
 
 EMBEDDED, EMBEDDED_TEMPERATURE = "embedded", 0.2
@@ -594,6 +594,7 @@ class RunStats:
     peak_rss_gb: float | None = None
     bandwidth_floor_percent: float | None = None
     achieved_tb_per_second: float | None = None
+    expert_bytes_per_step: int | None = None
     lora: dict[str, object] | None = None
     accuracy: float | None = None
     fallbacks: list[str] = field(default_factory=list)
@@ -768,7 +769,7 @@ def run_benchmark(engine: FlexEngine, prompts: list[Prompt], args: argparse.Name
     add_peak_memory(stats)
     context = mean_context(outputs)
     if engine.device.type == "cuda":
-        add_bandwidth(stats, engine, context)
+        add_bandwidth(stats, engine, context, outputs)
     graded_prompts = prompts if args.load_format != "dummy" else [dataclasses.replace(p, answer=None) for p in prompts]
     completions = [
         judge(index, graded_prompts[index], completion)
@@ -851,11 +852,15 @@ def mean_context(outputs: list[RequestOutput]) -> int:
     return sum(new * (prompt + new // 2) for prompt, new in lengths) // sum(new for _, new in lengths)
 
 
-def add_bandwidth(stats: RunStats, engine: FlexEngine, context: int) -> None:
-    """The bytes that the last round's decode steps had to read, against its time and what a large copy reaches on this GPU."""
+def add_bandwidth(stats: RunStats, engine: FlexEngine, context: int, outputs: list[RequestOutput]) -> None:
+    """The bytes that the last round's decode steps had to read, against its time and what a large copy reaches on this GPU.
+    Experts count where a step in the middle of the completions hits them."""
     last = stats.rounds[-1]
-    rows = round(last.generated_tokens / last.decode_steps)
-    per_second = decode_step_bytes(engine, rows, context) * last.decode_steps / last.decode_seconds
+    rows = max(1, round(last.generated_tokens / last.decode_steps))
+    halves = [o.prompt_token_ids + c.token_ids[: len(c.token_ids) // 2] for o in outputs for c in o.outputs]
+    reads = expert_reads_of(engine, halves[:rows])
+    stats.expert_bytes_per_step = sum(reads)
+    per_second = decode_step_bytes(engine, rows, context, reads) * last.decode_steps / last.decode_seconds
     stats.achieved_tb_per_second = per_second / 1e12
     stats.bandwidth_floor_percent = 100 * per_second / copy_bandwidth(engine.device, num_bytes=1 << 30)
 

@@ -14,6 +14,8 @@ gate_up: both halves), P = T * K pairs of a token and an expert, R rank.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -104,6 +106,8 @@ class Experts:
 
     def _weighted(self, x_TC: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Tensor:
         """Each pair's result times its routing weight, `[K, T, C]`."""
+        if _reads is not None:
+            _reads.append(expert_bytes_read(self, experts_TK))
         return (experts_triton if use_triton(x_TC) else experts_reference)(self, x_TC, weights_TK, experts_TK)
 
 
@@ -122,6 +126,11 @@ class ActiveExperts(Experts):
         super().__init__(base.gate_up_EIC, base.down_ECI, base.options)
         self.gate_up_low_rank = None if gate_up_a_ERC is None else LowRank(gate_up_a_ERC, gate_up_b_ERI)
         self.down_low_rank = None if down_a_ERI is None else LowRank(down_a_ERI, down_b_ERC)
+
+    @property
+    def bytes_per_expert(self) -> int:
+        low_ranks = filter(None, (self.gate_up_low_rank, self.down_low_rank))
+        return super().bytes_per_expert + sum(low.a_ERK[0].nbytes + low.b_ERN[0].nbytes for low in low_ranks)
 
 
 def experts_triton(bank: Experts, x_TC: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Tensor:
@@ -154,6 +163,20 @@ def _product(x: Tensor, weight_ENK: Weight, expert: int, low_rank: LowRank | Non
 def expert_bytes_read(bank: Experts, experts_TK: Tensor) -> int:
     """Bytes of the weights of the experts that were hit: what one layer has to read at least. Waits for the GPU."""
     return len(experts_TK.unique()) * bank.bytes_per_expert
+
+
+_reads: list[int] | None = None
+
+
+@contextmanager
+def record_expert_reads() -> Iterator[list[int]]:
+    """Collects `expert_bytes_read` of every call of a bank meanwhile. Each waits for the GPU, so not while a graph is captured."""
+    global _reads
+    _reads = reads = []
+    try:
+        yield reads
+    finally:
+        _reads = None
 
 
 # ------------------------------------------------------------------------------------------------------ 4-bit experts

@@ -1,22 +1,24 @@
 """Where a decode step's time goes: its kernels, and the time that memory bandwidth alone would ask for.
 
-The floor counts each weight once and each row's keys and values once, at the bandwidth that a large copy reaches on this
-device; no decode step of these bytes runs faster.
+The floor counts each weight once (of experts those that are hit) and each row's keys and values once, at the bandwidth that a
+large copy reaches on this device; no decode step of these bytes runs faster.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence as SequenceOf
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from flex_engine import FlexEngine, Prefix, SamplingParams, Sequence
+from flex_engine import Attend, DecodeBatch, FlexEngine, PrefillBatch, Prefix, SamplingParams, Sequence
+from flex_lora import EXPERT_PARAMETERS, is_lora, num_experts
+from flex_moe import NF4Experts, record_expert_reads
 from flex_weights import unwrapped
 
 
@@ -48,15 +50,82 @@ class StepProfile:
         return self.step_bytes / self.milliseconds / 1e9
 
 
-def decode_step_bytes(engine: FlexEngine, batch_size: int, context: int) -> int:
-    """Bytes that a decode step must read: every weight (of an embedding that is no output matrix, a few rows), and all K and V."""
-    model = engine.walker.model
-    base = unwrapped(model)
+@contextmanager
+def prefilled(engine: FlexEngine, prompts: SequenceOf[list[int]]) -> Iterator[Callable[[], Tensor]]:
+    """Packed prefill of the prompts but for their last tokens, and a function that runs these through one decode step: logits
+    `[rows, vocab]`, of which the first rows are the prompts'. Walker, cache and attention backend are the engine's, which must be
+    idle; at most `max_batch_size` prompts."""
+    cache, device = engine.cache, engine.device
+    rows = next(bucket for bucket in engine.buckets if bucket >= len(prompts))
+    pages = [cache.pages.allocate(cache.pages.pages_for(len(prompt))) for prompt in prompts]
+    try:
+        for slot, own in enumerate(pages, start=1):
+            cache.assign(slot, own)
+        cache.upload()
+        starts = [prompt[:-1] for prompt in prompts]
+        lengths = [len(start) for start in starts]
+        padding = [0] * (engine.backend.padded_prefill_length(sum(lengths)) - sum(lengths))
+        token_slots = [int(i) for own, length in zip(pages, lengths) for i in cache.token_slots(own, length)]
+        tokens_T, positions_T, slots_T = (
+            torch.tensor([*values, *padding], device=device, dtype=torch.long)
+            for values in (
+                [token for start in starts for token in start],
+                [position for length in lengths for position in range(length)],
+                token_slots,
+            )
+        )
+        padded = [0] * (rows - len(prompts))
+        last_B = torch.tensor([*(prompt[-1] for prompt in prompts), *padded], device=device)
+        positions_B = torch.tensor([*lengths, *padded], device=device)
+        slots_B = torch.tensor([*range(1, len(prompts) + 1), *padded], device=device)
+        with torch.no_grad(), engine.walker.session():
+            if sum(lengths):
+                engine.walker.forward(
+                    tokens_T, positions_T, Attend(cache, PrefillBatch(positions_T, slots_T, lengths), engine.backend)
+                )
+            decode = DecodeBatch.of(positions_B, cache.page_table[slots_B], cache.page_size)
+            yield lambda: engine.walker.forward(last_B, positions_B, Attend(cache, decode, engine.backend))
+    finally:
+        for own in pages:
+            cache.pages.release(own)
+
+
+def engine_last_logits(engine: FlexEngine, prompts: SequenceOf[list[int]]) -> Tensor:
+    """The engine's logits after each prompt, fp32 `[len(prompts), vocab]`."""
+    with prefilled(engine, prompts) as step:
+        return step()[: len(prompts)].float()
+
+
+def expert_reads_of(engine: FlexEngine, sequences: SequenceOf[list[int]]) -> list[int]:
+    """For each layer with experts, the bytes of those that the sequences' last tokens hit together, as one decode step."""
+    if not any(map(holds_experts, unwrapped(engine.walker.model).modules())):
+        return []
+    with prefilled(engine, sequences) as step, record_expert_reads() as reads:
+        step()
+    return reads
+
+
+def holds_experts(module: nn.Module) -> bool:
+    """Whether the module is a stack of experts, or what PEFT or 4-bit quantization have made of one."""
+    stack = EXPERT_PARAMETERS[0] in module._parameters or isinstance(module, NF4Experts)
+    return stack or (is_lora(module) and num_experts(module) > 1)
+
+
+def decode_step_bytes(engine: FlexEngine, batch_size: int, context: int, expert_reads: SequenceOf[int] = ()) -> int:
+    """Bytes that a decode step must read: every weight (of an embedding that is no output matrix, a few rows), and all K and V.
+
+    Of stacked experts only those that are hit: `expert_reads` are the bytes of these, layer by layer, as `expert_reads_of` counts
+    them; without any, all experts are taken for hit.
+    """
+    base = unwrapped(engine.walker.model)
     parameters = {id(p): p for p in base.parameters()}
     for module in base.modules():
         if isinstance(module, nn.Embedding) and module.weight is not base.get_output_embeddings().weight:
             parameters.pop(id(module.weight), None)
-    weights = sum(p.numel() * p.element_size() for p in parameters.values())
+        if expert_reads and holds_experts(module):
+            for parameter in module.parameters():
+                parameters.pop(id(parameter), None)
+    weights = sum(p.numel() * p.element_size() for p in parameters.values()) + sum(expert_reads)
     per_token = sum(
         2 * spec.num_kv_heads * spec.head_dim * engine.walker.dtype.itemsize * min(context, spec.window or context)
         for spec in engine.walker.specs
@@ -90,7 +159,7 @@ def steady_batch(
     engine: FlexEngine, batch_size: int, context: int, steps: int, completions: int = 1, prompt_tokens: int = 0
 ) -> Iterator[Callable[[], None]]:
     """Occupies `batch_size` slots with rows around `context` tokens long, that none of the coming `steps` ends, and yields a
-    function that runs one decode step. What the pools hold is random.
+    function that runs one decode step (`eager`: not its graph). What the pools hold is random, and so are the rows' tokens.
 
     Rows come in groups of `completions` that share the full pages of a prompt of `prompt_tokens`.
     """
@@ -101,10 +170,12 @@ def steady_batch(
     start = max(1, context - steps // 2)
     params = SamplingParams(max_tokens=start + steps + 1, ignore_eos=True)
     assert shared * pages.page_size < start, "the shared pages would be written"
+    tokens = torch.randint(engine.walker.vocab_size, (batch_size,), generator=torch.Generator().manual_seed(0)).tolist()
     sequences, prefix = [], []
     try:
-        for slot in range(1, batch_size + 1):
-            sequence = Sequence(slot, 0, [1] * start, params, slot, [], params.max_tokens, Prefix([]))
+        for slot, token in enumerate(tokens, start=1):
+            prompt = [1] * (start - 1) + [token]
+            sequence = Sequence(slot, 0, prompt, params, slot, [], params.max_tokens, Prefix([]))
             sequences.append(sequence)
             prefix = pages.allocate(shared) if slot % completions == 1 % completions else pages.share(prefix)
             sequence.slot, sequence.pages = slot, prefix + pages.allocate(pages.pages_for(start + steps) - shared)
@@ -118,9 +189,12 @@ def steady_batch(
             state.row_slot.zero_()
             state.row_slot[:batch_size] = torch.arange(1, batch_size + 1, device=engine.device)
 
-            def step() -> None:
+            def step(eager: bool = False) -> None:
                 state.step.zero_()
-                graph.replay() if graph is not None else engine._decode_step(bucket, shares_pages, start + steps)
+                if graph is None or eager:
+                    engine._decode_step(bucket, shares_pages, start + steps)
+                else:
+                    graph.replay()
 
             yield step
     finally:
@@ -142,6 +216,8 @@ def profile_decode_step(engine: FlexEngine, batch_size: int, context: int, steps
     traced = 4
     on_gpu = engine.device.type == "cuda"
     with steady_batch(engine, batch_size, context, steps * 4 + traced + 4) as step:
+        with record_expert_reads() as reads:
+            step(eager=True)
         seconds = _median_seconds(lambda: [step() for _ in range(steps)], engine.device, rounds=3) / steps
         activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_gpu
         with profile(activities=activities) as trace:
@@ -156,7 +232,7 @@ def profile_decode_step(engine: FlexEngine, batch_size: int, context: int, steps
             kernels.append(KernelTime(event.key, round(event.count / traced), total_us / traced / 1e3))
     kernels.sort(key=lambda kernel: -kernel.milliseconds)
     bandwidth = copy_bandwidth(engine.device)
-    step_bytes = decode_step_bytes(engine, batch_size, context)
+    step_bytes = decode_step_bytes(engine, batch_size, context, reads)
     return StepProfile(
         batch_size, context, seconds * 1e3, step_bytes / bandwidth * 1e3, step_bytes, bandwidth / 1e12, kernels
     )

@@ -50,8 +50,9 @@ from flex_cli import (
     template_prompts,
     make_walker,
 )
-from flex_engine import Attend, DecodeBatch, FlexEngine, PrefillBatch, SamplingParams, Walker
+from flex_engine import FlexEngine, SamplingParams, Walker
 from flex_nf4 import float_weight, is_4bit, quantize_nf4
+from flex_profile import engine_last_logits
 from flex_weights import unwrapped
 from lora_adapters import add_lora_arguments, attach_adapter, check_lora_arguments
 
@@ -129,46 +130,6 @@ def hf_greedy(model: PreTrainedModel, prompt: Sequence[int], max_new_tokens: int
     finally:
         model.generation_config = own
     return output[0, len(prompt) :].tolist()
-
-
-@torch.no_grad()
-def engine_last_logits(engine: FlexEngine, prompts: Sequence[list[int]]) -> Tensor:
-    """The engine's logits after each prompt, fp32 `[len(prompts), vocab]`: a packed prefill, then a decode row for the last token,
-    through the engine's walker, cache and attention backend. The engine must be idle; at most `max_batch_size` prompts."""
-    cache, device = engine.cache, engine.device
-    rows = next(bucket for bucket in engine.buckets if bucket >= len(prompts))
-    pages = [cache.pages.allocate(cache.pages.pages_for(len(prompt))) for prompt in prompts]
-    try:
-        for slot, own in enumerate(pages, start=1):
-            cache.assign(slot, own)
-        cache.upload()
-        starts = [prompt[:-1] for prompt in prompts]
-        lengths = [len(start) for start in starts]
-        padding = [0] * (engine.backend.padded_prefill_length(sum(lengths)) - sum(lengths))
-        token_slots = [int(i) for own, length in zip(pages, lengths) for i in cache.token_slots(own, length)]
-        tokens_T, positions_T, slots_T = (
-            torch.tensor([*values, *padding], device=device, dtype=torch.long)
-            for values in (
-                [token for start in starts for token in start],
-                [position for length in lengths for position in range(length)],
-                token_slots,
-            )
-        )
-        padded = [0] * (rows - len(prompts))
-        last_B = torch.tensor([*(prompt[-1] for prompt in prompts), *padded], device=device)
-        positions_B = torch.tensor([*lengths, *padded], device=device)
-        slots_B = torch.tensor([*range(1, len(prompts) + 1), *padded], device=device)
-        with engine.walker.session():
-            if sum(lengths):
-                engine.walker.forward(
-                    tokens_T, positions_T, Attend(cache, PrefillBatch(positions_T, slots_T, lengths), engine.backend)
-                )
-            decode = DecodeBatch.of(positions_B, cache.page_table[slots_B], cache.page_size)
-            logits_BV = engine.walker.forward(last_B, positions_B, Attend(cache, decode, engine.backend))
-        return logits_BV[: len(prompts)].float()
-    finally:
-        for own in pages:
-            cache.pages.release(own)
 
 
 def shuffle_free_pages(engine: FlexEngine, seed: int = 0) -> None:
