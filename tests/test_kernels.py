@@ -554,11 +554,13 @@ def test_linear_options_fit_the_gpu(capability, monkeypatch):
     assert (wide is not None and wide.wide) == (capability == 90)
 
 
-def test_dependent_launch_is_for_middling_batches(monkeypatch):
+def test_dependent_launch_is_for_hopper_and_batches_of_a_decode_step(monkeypatch):
     assert not flex_triton.pdl_options(128)["launch_pdl"] or DEVICE == "cuda"  # nothing to launch in the interpreter
-    for capability, expected in ((80, []), (90, [65, 128, 256])):
+    for capability, expected, sharing in ((80, [], []), (90, [1, 64, 65, 256], [65, 256])):
         monkeypatch.setattr(flex_triton, "cuda_capability", lambda: capability)
-        assert [T for T in (1, 64, 65, 128, 256, 257) if flex_triton.pdl_options(T)["launch_pdl"]] == expected
+        assert [T for T in (1, 64, 65, 256, 257) if flex_triton.pdl_options(T)["launch_pdl"]] == expected
+        assert [T for T in (1, 64, 65, 256, 257) if flex_triton.pdl_options(T, shares_sm=True)["launch_pdl"]] == sharing
+        assert flex_triton.pdl_options(64, shares_sm=True)["PDL"] == (capability == 90)  # it waits, and lets the next begin
 
 
 @pytest.mark.parametrize("T, I, K, split_k", [(3, 100, 200, 1), (17, 70, 256, 3)])

@@ -462,7 +462,7 @@ def _launch_skinny_linear(
     common = dict(
         N=N, K=K, GATED=gated, HAS_BIAS=bias_N is not None, HAS_RESIDUAL=residual_TN is not None, KEEP_SPLIT=keep_split,
         SPLIT_K=options.split_k, BLOCK_N=options.block_n, BLOCK_T=block_t, BLOCK_K=options.block_k,
-        NUM_STAGES=options.num_stages, num_warps=options.num_warps, **pdl_options(T),
+        NUM_STAGES=options.num_stages, num_warps=options.num_warps, **pdl_options(T, shares_sm=not options.wide),
     )  # fmt: skip
     grid = (tiles_n, options.split_k, tiles_t)
     if not options.wide:

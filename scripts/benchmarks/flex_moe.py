@@ -29,7 +29,7 @@ from flex_moe_kernels import (
 )  # fmt: skip
 from flex_nf4 import BLOCK as NF4_BLOCK
 from flex_nf4 import NF4_VALUES
-from flex_triton import use_triton
+from flex_triton import cuda_capability, use_triton
 
 
 def route(logits_TE: Tensor, top_k: int, normalize: bool) -> tuple[Tensor, Tensor]:
@@ -59,17 +59,26 @@ class MoEOptions:
 
 
 def moe_options(pairs: int, bank: Experts) -> MoEOptions:
-    """By the mean number of an expert's pairs: a tile should hold all of most experts, whose weights are then read once."""
+    """By the mean number of an expert's pairs: a tile should hold all of most experts, whose weights are then read once.
+
+    Tiles as measured on an H200 at Qwen3-30B-A3B's shapes (kernel_bench.py).
+    """
     mean = pairs / bank.num_experts
-    block_m = 16 if mean <= 4 else 32 if mean <= 16 else 64 if mean <= 48 else 128
+    block_m = 16 if mean <= 8 else 32 if mean <= 16 else 64 if mean <= 48 else 128
     num_warps = max(block_m // 16, 4)
     if isinstance(bank.gate_up_EIC, NF4Weight):
-        return MoEOptions(block_m, GroupedOptions(32, NF4_BLOCK, num_warps, 4), GroupedOptions(64, NF4_BLOCK, num_warps, 4))
+        gate_up_n, stages = (32, 4) if block_m < 64 else (64, 3)
+        return MoEOptions(
+            block_m, GroupedOptions(gate_up_n, NF4_BLOCK, num_warps, stages), GroupedOptions(128, NF4_BLOCK, 4, stages)
+        )
     if bank.gate_up_EIC.dtype == torch.float32:  # no tensor cores: small tiles in registers
         return MoEOptions(min(block_m, 32), *[GroupedOptions(32, 32, 4, 2)] * 2)
     if block_m < 64:
-        return MoEOptions(block_m, GroupedOptions(64, 64, 4, 4), GroupedOptions(64, 64, 4, 6))
-    return MoEOptions(block_m, GroupedOptions(64, 64, num_warps, 3), GroupedOptions(128, 64, num_warps, 3))
+        return MoEOptions(block_m, GroupedOptions(32, 128, 4, 3), GroupedOptions(64, 128, 4, 3))
+    if block_m == 64:
+        return MoEOptions(block_m, GroupedOptions(64, 64, 8, 3), GroupedOptions(128, 64, 8, 3))
+    tma = cuda_capability() >= 90 and not any(weight.shape[2] % 64 for weight in (bank.gate_up_EIC, bank.down_ECI))
+    return MoEOptions(block_m, GroupedOptions(128, 64, 8, 4, tma), GroupedOptions(256, 64, 8, 4, tma))
 
 
 class Experts:

@@ -43,18 +43,19 @@ def cuda_capability() -> int:
     return target.arch if target.backend == "cuda" else 0
 
 
-PDL_ROWS = range(65, 257)
+PDL_ROWS = range(1, 257)
 
 
-def pdl_options(rows: int) -> dict[str, bool]:
+def pdl_options(rows: int, shares_sm: bool = False) -> dict[str, bool]:
     """Launch options of a kernel over so many rows: programmatic dependent launch where it pays.
 
     The kernel then starts while the one before it drains, and waits before its first read; captured in CUDA graphs too. None
-    may touch memory before `wait_for_inputs`. A decode step of Qwen3-4B's shapes on an H200 gets 2 % faster at 128 rows and
-    0.4 % at 256, but 3 % slower at 64. Needs Hopper or later.
+    may touch memory before `wait_for_inputs`. `shares_sm`: several of its programs fit on an SM though each should have one to
+    itself; started early they would crowd the SMs that are free first, so with few rows they start in turn. A decode step of
+    Qwen3-4B's shapes on an H200 gets 2 % faster at 64 and 128 rows, and no different at 256. Needs Hopper or later.
     """
     dependent = rows in PDL_ROWS and cuda_capability() >= 90
-    return {"PDL": dependent, "launch_pdl": dependent}
+    return {"PDL": dependent, "launch_pdl": dependent and not (shares_sm and rows <= 64)}
 
 
 @jit
