@@ -16,7 +16,9 @@ import tiny_models as tm
 from flex_compile import COMPILE_VARIABLE
 from flex_engine import EngineConfig, FlexEngine, HFWalker, SamplingParams
 from flex_profile import decode_step_bytes, expert_reads_of, profile_decode_step
-from numerics import engine_last_logits, hf_greedy
+from flex_nf4 import load_4bit, quantize_nf4
+from flex_cli import dummy_model
+from numerics import Reference, engine_last_logits, hf_greedy, verify
 from qwen3_flex_inference import Qwen3Walker
 from qwen3_moe_flex import FlexMoEInference
 from written_walkers import walker_class_of
@@ -415,3 +417,63 @@ def test_the_floor_counts_the_experts_that_are_hit(adapter):
 def test_dense_models_have_no_experts_to_count():
     engine = FlexEngine(Qwen3Walker(tm.qwen3()), config=EngineConfig(max_batch_size=4, max_seq_len=96, page_size=16))
     assert expert_reads_of(engine, PROMPTS[:2]) == []
+
+
+# -------------------------------------------------------------------------------------------------------------------- 4 bits
+
+NF4_SIZES = dict(hidden_size=128, moe_intermediate_size=64, intermediate_size=128)  # whole blocks of 64
+
+
+def four_bit(**overrides) -> torch.nn.Module:
+    return quantize_nf4(tm.qwen3_moe(**NF4_SIZES, **overrides), torch.float32)
+
+
+def test_4bit_experts_are_served_and_dequantized_for_the_reference():
+    model = four_bit()
+    kinds = {type(layer.mlp.experts).__name__ for layer in model.model.layers if hasattr(layer.mlp, "experts")}
+    assert kinds == {"NF4Experts"}
+    reference = Reference.of(model)
+    assert {type(mlp.experts).__name__ for mlp in sparse_mlps(reference.exact)} == {"Qwen3MoeExperts"}
+    changed = (trainer_logits(reference.exact) - trainer_logits(tm.qwen3_moe(**NF4_SIZES))).abs().max()
+    assert changed > 0.05
+    engine = engine_of(model)
+    assert_serves(engine, reference.exact, atol=1e-3, rtol=1e-3)
+    assert verify(engine, reference, PROMPTS, 12).passed
+    codes = [buffer.data_ptr() for mlp in sparse_mlps(model) for buffer in mlp.experts.buffers()]
+    banks = [layer.mlp.experts for layer in engine.walker.layers if hasattr(layer.mlp, "experts")]
+    assert codes == [t.data_ptr() for b in banks for w in (b.gate_up_EIC, b.down_ECI) for t in (w.codes_EGNW, w.scales_EGN)]
+
+
+def test_4bit_base_with_lora_on_attention():
+    adapted = adapt(four_bit(), target_parameters=None)
+    engine = engine_of(adapted)
+    assert engine.walker.adapters.mode == "active"
+    assert_serves(engine, adapted, atol=1e-3, rtol=1e-3)
+    loss = adapted(input_ids=torch.tensor([PROMPTS[0]]), labels=torch.tensor([PROMPTS[0]])).loss
+    loss.backward()
+    assert all(p.grad is not None and p.grad.abs().max() > 0 for name, p in adapted.named_parameters() if "lora_" in name)
+
+
+def test_expert_adapters_over_4bit_experts_are_refused(tmp_path):
+    per_expert_adapter(tmp_path)
+    with pytest.raises(ValueError, match=r"experts\.0\.\w+_proj\.lora_A\.weight has no place in the model"):
+        la.load_adapter(four_bit(), tmp_path)
+    adapt(tm.qwen3_moe(**NF4_SIZES)).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"experts\.\S*lora_A\.weight.* has no place in the model"):
+        la.load_adapter(four_bit(), tmp_path)
+
+
+def test_4bit_dummy_and_host_loading(tmp_path):
+    config = tm.qwen3_moe(**NF4_SIZES).config
+    dummy = dummy_model(config, torch.float32, torch.device("cpu"), seed=0, four_bit=True)
+    plain = dummy_model(config, torch.float32, torch.device("cpu"), seed=0)
+    assert {name: p.shape for name, p in dummy.named_parameters() if "norm" in name} == {
+        name: p.shape for name, p in plain.named_parameters() if "norm" in name
+    }
+    torch.testing.assert_close(dummy.model.rotary_emb.inv_freq, plain.model.rotary_emb.inv_freq)
+    assert dummy.lm_head.weight.std().item() == pytest.approx(config.initializer_range, rel=0.05)
+    assert_serves(engine_of(dummy), dummy, atol=1e-3, rtol=1e-3)
+    model = tm.qwen3_moe(**NF4_SIZES)
+    model.save_pretrained(tmp_path)
+    loaded = load_4bit(str(tmp_path), torch.float32, torch.device("cpu"))
+    torch.testing.assert_close(trainer_logits(loaded), trainer_logits(four_bit()))

@@ -33,6 +33,7 @@ import torch
 import transformers
 from huggingface_hub import constants as hub
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -375,8 +376,7 @@ def load_model(args: argparse.Namespace) -> tuple[PreTrainedModel, PreTrainedTok
         if not isinstance(tokenizer, Qwen2Tokenizer):
             args.fallbacks += (f"no vocabulary of {config.model_type} at hand: bytes stand in for it, so prompts are longer",)
             note(f"warning: {args.fallbacks[-1]}")
-        model = dummy_model(config, dtype, device, args.seed)
-        return (quantize_nf4(model, dtype) if four_bit else model), tokenizer
+        return dummy_model(config, dtype, device, args.seed, four_bit), tokenizer
     if args.model_name == EMBEDDED:
         try:
             if four_bit:
@@ -434,15 +434,30 @@ def find_config(name: str) -> PreTrainedConfig:
     fail(f"--load_format dummy has no config for {name}; there are {presets}, or pass a JSON file")
 
 
-def dummy_model(config: PreTrainedConfig, dtype: torch.dtype, device: torch.device, seed: int) -> PreTrainedModel:
-    """The model with the random weights of its own initialization, made on the device and in the dtype.
+def dummy_model(
+    config: PreTrainedConfig, dtype: torch.dtype, device: torch.device, seed: int, four_bit: bool = False
+) -> PreTrainedModel:
+    """The model with the random weights of its own initialization, made on the device and in the dtype. The caller's random state
+    is left alone.
 
-    Built there from the start rather than on `meta`: buffers that no checkpoint holds (rotary frequencies) are right by
-    construction. The caller's random state is left alone.
+    In 4 bits module after module is made and quantized, so that the 16-bit model never lies on the device as a whole.
     """
-    with torch.random.fork_rng([device] if device.type == "cuda" else []), device:
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
-        return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+        if not four_bit:
+            with device:  # from the start rather than on `meta`: buffers that no checkpoint holds are right by construction
+                return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+
+        def fill(module: nn.Module) -> None:
+            module.to_empty(device=device, recurse=False)
+            model._init_weights(module)  # rotary frequencies too
+
+        with torch.no_grad():
+            quantize_nf4(model, dtype, prepare=fill)
+        model.tie_weights()
+        return model
 
 
 QWEN3_ADDED_TOKENS = (

@@ -38,7 +38,7 @@ from flex_lora_kernels import (
     merge_low_rank,
     padded_rank,
 )
-from flex_moe import ActiveExperts, Experts
+from flex_moe import ActiveExperts, Experts, NF4Experts
 from flex_nf4 import NF4Projection, float_weight, is_4bit
 from flex_weights import Embedding, Product, Projection, SharedWeights, bias_of, out_features_of, unwrapped
 
@@ -385,8 +385,13 @@ class Adapters:
         return ActiveEmbedding(self.weights.hold(base), a_VR, b_RC)
 
     def experts(self, module: nn.Module) -> Experts | ActiveExperts:
-        """The bank of one layer's stacked experts, with whatever LoRA its `gate_up_proj [E, 2 I, C]` and `down_proj [E, C, I]` carry."""
+        """The bank of one layer's stacked experts, with whatever LoRA its `gate_up_proj [E, 2 I, C]` and `down_proj [E, C, I]` carry;
+        of experts in 4 bits, which carry none."""
         parts = [self._unwrap(module, parameter) for parameter in EXPERT_PARAMETERS]
+        if isinstance(parts[0].base, NF4Experts):
+            for codes_or_scales in parts[0].base.buffers():
+                self.weights.place(codes_or_scales, codes_or_scales.data)
+            return parts[0].base.bank()
         if self.mode == "merged":
             return Experts(*(self._merged_stack(part) for part in parts))
         bank = Experts(*(self.weights.hold(part.weight) for part in parts))

@@ -11,7 +11,7 @@ The kernels follow the conventions of flex_triton.py. Shape suffixes besides: G 
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -98,11 +98,19 @@ def load_4bit(name: str, dtype: torch.dtype, device: torch.device, **options) ->
     """A hub model or local folder in NF4 with double quantization, or as it was quantized before; `options` go to from_pretrained.
 
     Checkpoints quantized already often come without `lm_head`: it is the embedding where the config ties the two, and an error
-    otherwise, as is any other weight that is missing.
+    otherwise, as is any other weight that is missing. transformers keeps stacked experts out of its 4-bit loading, so a model with
+    experts is loaded on the host in `dtype`, and quantized from there.
     """
     from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
-    if getattr(AutoConfig.from_pretrained(name, **options), "quantization_config", None) is None:
+    config = AutoConfig.from_pretrained(name, **options)
+    is_quantized = getattr(config, "quantization_config", None) is not None
+    if any(getattr(config.get_text_config(), key, None) for key in ("num_experts", "num_local_experts")):
+        if is_quantized:
+            raise ValueError(f"{name} is quantized already, which transformers can't load into stacked experts; give the 16-bit model")
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **options)
+        return quantize_nf4(model, dtype, device).eval()
+    if not is_quantized:
         options["quantization_config"] = BitsAndBytesConfig(
             load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype
         )
@@ -120,20 +128,43 @@ def load_4bit(name: str, dtype: torch.dtype, device: torch.device, **options) ->
     return model.eval()
 
 
-def quantize_nf4(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Makes every linear but lm_head a bitsandbytes layer, in place: what `load_4bit` gives, for weights that no file holds."""
+def quantize_nf4(
+    model: nn.Module, dtype: torch.dtype, device: torch.device | None = None, prepare: Callable[[nn.Module], None] | None = None
+) -> nn.Module:
+    """Makes every linear but lm_head a bitsandbytes layer, and every stack of experts 4-bit as well (flex_moe), in place: what
+    `load_4bit` gives, for weights that no file holds in 4 bits.
+
+    One module is quantized after another on `device` (None: where it is), so that little more than the result ever lies there.
+    `prepare` is called with each module before it is looked at.
+    """
     from bitsandbytes.nn import Linear4bit, Params4bit
 
-    for parent in list(model.modules()):
-        for name, linear in parent.named_children():
-            if type(linear) is nn.Linear and linear is not model.get_output_embeddings():
-                layer = Linear4bit(linear.in_features, linear.out_features, compute_dtype=dtype, quant_type="nf4", device="meta")
-                weight = Params4bit(linear.weight.data, requires_grad=False, quant_type="nf4", module=layer)
-                layer.weight, layer.bias = weight.to(linear.weight.device), linear.bias
+    from flex_moe import quantize_experts  # which is built on this file
+
+    lm_head = model.get_output_embeddings()
+
+    def quantize_children(parent: nn.Module) -> None:
+        for name, child in list(parent.named_children()):
+            if prepare is not None:
+                prepare(child)
+            if type(child) is nn.Linear and child is not lm_head:
+                layer = Linear4bit(child.in_features, child.out_features, compute_dtype=dtype, quant_type="nf4", device="meta")
+                weight = Params4bit(child.weight.data, requires_grad=False, quant_type="nf4", module=layer)
+                layer.weight, layer.bias = weight.to(device or child.weight.device), child.bias
                 setattr(parent, name, layer)
+            elif is_expert_stack(child):
+                setattr(parent, name, quantize_experts(child.to(device)))
+            else:
+                quantize_children(child)
+
+    quantize_children(model)
     model.is_loaded_in_4bit = True  # what PEFT looks at to choose its own 4-bit layers
     keep_storage_layout(model)
-    return model
+    return model if device is None else model.to(device)
+
+
+def is_expert_stack(module: nn.Module) -> bool:
+    return all(getattr(module._parameters.get(name), "ndim", 0) == 3 for name in ("gate_up_proj", "down_proj"))
 
 
 class NF4Projection(Product):
@@ -420,6 +451,6 @@ def nf4_linear_triton(
     _nf4_linear_kernel[grid](
         x_TK, codes_NW, scales_GN, bias_N, y_TN, partial, arrivals, T, x_TK.stride(0),
         N=N, K=K, HAS_BIAS=bias_N is not None, PTX=x_TK.is_cuda, BLOCK_N=options.block_n, BLOCK_T=block_t,
-        SPLIT_K=options.split_k, NUM_STAGES=options.num_stages, num_warps=options.num_warps, **pdl_options(T),
+        SPLIT_K=options.split_k, NUM_STAGES=options.num_stages, num_warps=options.num_warps, **pdl_options(T, shares_sm=True),
     )  # fmt: skip
     return y_TN

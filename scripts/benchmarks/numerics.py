@@ -51,7 +51,9 @@ from flex_cli import (
     make_walker,
 )
 from flex_engine import FlexEngine, SamplingParams, Walker
-from flex_nf4 import float_weight, is_4bit, quantize_nf4
+from flex_lora import EXPERT_PARAMETERS
+from flex_moe import NF4Experts
+from flex_nf4 import float_weight, is_4bit
 from flex_profile import engine_last_logits
 from flex_weights import unwrapped
 from lora_adapters import add_lora_arguments, attach_adapter, check_lora_arguments
@@ -70,6 +72,7 @@ MIN_DISTINCT_TOKENS = 16  # fewer, and agreement says little: a model that repea
 def dequantized(model: torch.nn.Module, dtype: torch.dtype) -> PreTrainedModel:
     """The model in `dtype`, its 4-bit weights as the floating point values they stand for; PEFT's layers stay inside."""
     base = unwrapped(model)
+    restore_experts(base)
     for parent in list(base.modules()):
         for name, child in list(parent.named_children()):
             if is_4bit(child):
@@ -78,6 +81,22 @@ def dequantized(model: torch.nn.Module, dtype: torch.dtype) -> PreTrainedModel:
                 linear.bias = child.bias
                 setattr(parent, name, linear)
     return base.to(dtype).eval()
+
+
+def restore_experts(model: PreTrainedModel) -> None:
+    """Puts Hugging Face's own stacked experts back in the place of 4-bit ones, with the values that these stand for."""
+    replaced = [name for name, module in model.named_modules() if isinstance(module, NF4Experts)]
+    if not replaced:
+        return
+    with torch.device("meta"):
+        shell = type(model)(model.config)
+    for name in replaced:
+        bank, stack = model.get_submodule(name).bank(), shell.get_submodule(name)
+        for parameter, weight in zip(EXPERT_PARAMETERS, (bank.gate_up_EIC, bank.down_ECI)):
+            values = torch.stack([weight[expert] for expert in range(len(weight))])
+            setattr(stack, parameter, torch.nn.Parameter(values, requires_grad=False))
+        stack.config = model.config  # where the implementation is looked up
+        model.set_submodule(name, stack)
 
 
 @dataclass
@@ -418,5 +437,4 @@ def load_untied(args: argparse.Namespace) -> tuple[PreTrainedModel, PreTrainedTo
     config, device = find_config(args.model_name), default_device()
     config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = False
     dtype = resolve_dtype(args.dtype, device)
-    model = dummy_model(config, dtype, device, args.seed)
-    return (quantize_nf4(model, dtype) if args.load_in_4bit else model), dummy_tokenizer(config)
+    return dummy_model(config, dtype, device, args.seed, args.load_in_4bit), dummy_tokenizer(config)
