@@ -212,6 +212,10 @@ def merged_experts_gb(model: nn.Module, dtype: torch.dtype) -> float:
     return sum(stacks.values()) * dtype.itemsize / 1e9
 
 
+def can_merge(model: nn.Module, dtype: torch.dtype) -> bool:
+    return merged_experts_gb(model, dtype) <= MAX_MERGED_EXPERTS_GB and not any(is_4bit(module) for module in model.modules())
+
+
 def adapter_holders(module: nn.Module) -> Iterator[tuple[str, nn.ModuleDict | nn.ParameterDict]]:
     """What a wrapper of PEFT's keeps by adapter name."""
     for name in module.adapter_layer_names:
@@ -337,8 +341,7 @@ class Adapters:
                 f"lora_mode merged: a second copy of the adapted experts takes {copied_gb:.1f} GB, more than the "
                 f"{MAX_MERGED_EXPERTS_GB:g} GB it may take; use --lora_mode active, which needs none"
             )
-        can_merge = copied_gb <= MAX_MERGED_EXPERTS_GB and not any(is_4bit(module) for module in model.modules())
-        self.mode = mode or ("merged" if can_merge else "active")
+        self.mode = mode or ("merged" if can_merge(model, weights.dtype) else "active")
         self.sites: dict[int, tuple[str, dict, str]] = {}
         for name, parent in model.named_modules():
             for key, child in parent._modules.items():

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from transformers import GenerationConfig
 
 from flex_engine import EngineConfig, FlexEngine, SamplingParams
-from flex_lora import LORA_MODES, Delta, active_tensors, is_lora, unwrap
-from flex_nf4 import float_weight, is_4bit
+from flex_lora import LORA_MODES, Delta, active_tensors, can_merge, is_lora, target_of, unwrap
+from flex_nf4 import float_weight
 from lora_adapters import fresh_adapter
 
 HASH_CHUNK = 1 << 24  # elements hashed at a time, so that temporaries stay small beside the weights
@@ -95,6 +95,7 @@ def verify_no_drift(
     saved = {name: parameter.data.clone() for name, parameter in adapter.items()}
     own = {id(parameter) for parameter in adapter.values()}
     base = [(name, parameter) for name, parameter in model.named_parameters() if id(parameter) not in own]
+    base += model.named_buffers()  # 4-bit experts, for one
 
     def written() -> str:
         return fingerprint((str(index), tensor) for index, tensor in enumerate(engine.walker.adapters.written()))
@@ -155,11 +156,11 @@ def merge_rounding(model: nn.Module) -> MergeRounding:
     for name, module in model.named_modules():
         if not is_lora(module):
             continue
-        part = unwrap(name, module)
+        part = unwrap(name, module, target_of(module))
         deltas = [delta for delta in part.deltas if delta.magnitude is None]
         if not deltas:
             continue
-        base = float_weight(part.base)
+        base = float_weight(part.base) if part.parameter == "weight" else part.weight.data
         delta = sum((_dense(delta) for delta in deltas), torch.zeros_like(base, dtype=torch.float32))
         kept = (base.float() + delta).to(base.dtype).float() - base.float()
         square, product = delta.square().sum(dtype=torch.float64).item(), (kept * delta).sum(dtype=torch.float64).item()
@@ -247,7 +248,7 @@ def mode_errors(
         max_batch_size=len(prompts), max_seq_len=max(map(len, prompts)) + max_tokens, capture_cudagraph=False
     )
     for mode in LORA_MODES:
-        if mode == "merged" and any(is_4bit(module) for module in model.modules()):
+        if mode == "merged" and not can_merge(model, model.get_input_embeddings().weight.dtype):
             continue
         engine = FlexEngine(walker_class(model, lora_mode=mode), config=config)
         outputs = engine.generate(prompts, SamplingParams(max_tokens=max_tokens, ignore_eos=True, seed=seed))

@@ -16,6 +16,7 @@ import argparse
 import copy
 import dataclasses
 import json
+import math
 import random
 import warnings
 from collections.abc import Callable, Sequence
@@ -24,7 +25,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from flex_cli import (
     EMBEDDED,
@@ -378,11 +379,12 @@ def run_verification(
         check_writable(args.json, "--json")
     torch.set_float32_matmul_precision("highest")  # no TF32 in the reference
     raw = load_prompts(args)
-    model, tokenizer = load_untied(args) if args.load_format == "dummy" else load_model(args)
+    model, tokenizer = load_untied(args) if args.load_format == "dummy" else load_layers(args)
     try:
         model = attach_adapter(model, args)
     except ValueError as error:
         fail(str(error))
+    require_room(model)
     reference = Reference.of(model, text_model)
     model = text_model(model)
     prompts = template_prompts(args, raw, model.config, tokenizer)
@@ -403,6 +405,7 @@ def run_verification(
         "page_size": args.page_size,
         "max_new_tokens": args.max_new_tokens,
         "seed": args.seed,
+        "num_layers": model.config.get_text_config().num_hidden_layers,
     }
     weights = "loaded"
     if args.load_format == "dummy":
@@ -428,13 +431,59 @@ def build_parser(description: str | None, default_model: str, cpu_model: str) ->
     )
     group.add_argument("--seed", metavar="N", type=integer(0), default=0, help="of sampling, page order and dummy weights")
     group.add_argument("--json", metavar="FILE", help="where the report goes as JSON")
+    group.add_argument(
+        "--num_layers",
+        metavar="N",
+        type=integer(1),
+        help="verify the model's first N layers alone: the references in fp32 and in --dtype lie on the device beside the engine",
+    )
     parser.set_defaults(n_prompts=8, n=1)
     return parser
+
+
+def keep_layers(config: PreTrainedConfig, num_layers: int) -> None:
+    if num_layers > config.num_hidden_layers:
+        fail(f"--num_layers {num_layers}: the model has {config.num_hidden_layers}")
+    config.num_hidden_layers = num_layers
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:num_layers]
+
+
+def load_layers(args: argparse.Namespace) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The model of --model_name, of which --num_layers may keep the first layers."""
+    model, tokenizer = load_model(args)
+    if args.num_layers is not None:
+        keep_layers(model.config.get_text_config(), args.num_layers)
+        del model.get_decoder().layers[args.num_layers :]
+    return model, tokenizer
+
+
+def require_room(model: PreTrainedModel) -> None:
+    """Ends the script before the references run out of device memory."""
+    if model.device.type != "cuda":
+        return
+    copies = 4 + (0 if model.dtype == torch.float32 else model.dtype.itemsize)
+    needed = copies * sum(number_of_weights(module) for module in model.modules())
+    free = torch.cuda.mem_get_info(model.device)[0]
+    if needed > free:
+        fail(f"the references take {needed / 1e9:.0f} GB and {free / 1e9:.0f} GB are free: verify fewer layers, with --num_layers N")
+
+
+def number_of_weights(module: torch.nn.Module) -> int:
+    """A module's own, those of 4-bit ones as they are dequantized."""
+    if is_4bit(module):
+        return module.in_features * module.out_features
+    if isinstance(module, NF4Experts):
+        bank = module.bank()
+        return math.prod(bank.gate_up_EIC.shape) + math.prod(bank.down_ECI.shape)
+    return sum(parameter.numel() for parameter in module._parameters.values() if parameter is not None)
 
 
 def load_untied(args: argparse.Namespace) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Random weights with an output matrix of their own: tied random weights mostly repeat the last token."""
     config, device = find_config(args.model_name), default_device()
     config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = False
+    if args.num_layers is not None:
+        keep_layers(config.get_text_config(), args.num_layers)
     dtype = resolve_dtype(args.dtype, device)
     return dummy_model(config, dtype, device, args.seed, args.load_in_4bit), dummy_tokenizer(config)

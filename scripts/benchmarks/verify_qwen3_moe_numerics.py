@@ -1,9 +1,10 @@
 """Is the engine right? Qwen3-MoE in the engine against plain Hugging Face on the same prompts; exit status 1 if a gate fails.
 
-    python scripts/benchmarks/verify_qwen3_moe_numerics.py       # random weights at 30B-A3B's shapes, 4 layers of them; on a CPU a tiny one
-    python scripts/benchmarks/verify_qwen3_moe_numerics.py --dtype float32
-    python scripts/benchmarks/verify_qwen3_moe_numerics.py --model_name path/to/qwen3-moe --num_layers 4 --load_in_4bit
+    python scripts/benchmarks/verify_qwen3_moe_numerics.py                   # random weights of a tiny model where there is no GPU
+    python scripts/benchmarks/verify_qwen3_moe_numerics.py --load_format dummy --num_layers 4                 # at 30B-A3B's shapes
+    python scripts/benchmarks/verify_qwen3_moe_numerics.py --load_format dummy --num_layers 4 --load_in_4bit --json report.json
 
+The fp32 reference of all 48 layers takes 122 GB; --num_layers says how many are verified. tests/flex_moe_parity.py runs them all.
 float32 asks for Hugging Face's greedy tokens, bfloat16 for an error like Hugging Face's own; numerics.py says why and how.
 """
 
