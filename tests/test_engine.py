@@ -79,11 +79,11 @@ def model(reference):
 # ------------------------------------------------------------------------------------------------------------- the same tokens
 
 
-@pytest.mark.parametrize("steps_per_look", [1, 7])
+@pytest.mark.parametrize("steps_per_look, overlap_looks", [(1, False), (7, False), (1, True), (5, True)])
 @pytest.mark.parametrize("walker", [Qwen3Walker, HFWalker])
-def test_greedy_tokens_equal_hugging_face(model, prompts, expected, walker, steps_per_look):
+def test_greedy_tokens_equal_hugging_face(model, prompts, expected, walker, steps_per_look, overlap_looks):
     """Six mixed lengths in a bucket of 6 and one more in a padded bucket of 2, over up to 7 shuffled pages each."""
-    engine = make_engine(model, walker, steps_per_look=steps_per_look)
+    engine = make_engine(model, walker, steps_per_look=steps_per_look, overlap_looks=overlap_looks)
     shuffle_free_pages(engine)
     assert tokens_of(engine.generate(prompts, greedy())) == expected
     assert tokens_of(engine.generate(prompts[3:4], greedy())) == expected[3:4]
@@ -153,10 +153,10 @@ def test_equal_prompts_are_computed_once(model, prompts, expected):
     assert engine.stats().prompt_tokens == 3 * 64 + 2 * 70
 
 
-@pytest.mark.parametrize("steps_per_look", [1, 7])
-def test_preemption_changes_nothing(model, prompts, expected, steps_per_look):
+@pytest.mark.parametrize("steps_per_look, overlap_looks", [(1, False), (7, False), (1, True), (5, True)])
+def test_preemption_changes_nothing(model, prompts, expected, steps_per_look, overlap_looks):
     """A pool that holds little more than the longest sequence."""
-    engine = make_engine(model, num_pages=10, steps_per_look=steps_per_look)
+    engine = make_engine(model, num_pages=10, steps_per_look=steps_per_look, overlap_looks=overlap_looks)
     shuffle_free_pages(engine)
     assert tokens_of(engine.generate(prompts, greedy())) == expected
     outputs = engine.generate([prompts[5], prompts[4]], greedy(n=3))
@@ -275,9 +275,9 @@ def test_every_end_of_sequence_id_stops(model, prompts, expected, source):
     assert completion.token_ids == expected[4][: expected[4].index(own) + 1]
 
 
-@pytest.mark.parametrize("steps_per_look", [1, 16])
-def test_stop_strings_that_span_tokens(model, prompts, expected, steps_per_look):
-    engine = make_engine(model, tokenizer=SpellingTokenizer(), steps_per_look=steps_per_look)
+@pytest.mark.parametrize("steps_per_look, overlap_looks", [(1, False), (16, False), (3, True)])
+def test_stop_strings_that_span_tokens(model, prompts, expected, steps_per_look, overlap_looks):
+    engine = make_engine(model, tokenizer=SpellingTokenizer(), steps_per_look=steps_per_look, overlap_looks=overlap_looks)
     whole = engine.generate([prompts[4]], greedy())[0].outputs[0]
     assert whole.text == SpellingTokenizer().decode(expected[4])
     stop = f"{str(expected[4][10])[-1]}><{str(expected[4][11])[0]}"
@@ -485,7 +485,7 @@ def interrupt_at(call: int, function):
 @pytest.mark.parametrize("method, call", [("_decode_step", 0), ("_decode_step", 5), ("_prefill", 0), ("_prefill", 1), ("_look", 3)])
 @pytest.mark.parametrize("walker", [Qwen3Walker, HFWalker])
 def test_an_interrupted_call_leaves_the_engine_whole(model, prompts, expected, walker, method, call):
-    engine = make_engine(model, walker, max_batch_size=4, prefill_token_budget=64)
+    engine = make_engine(model, walker, max_batch_size=4, prefill_token_budget=64, overlap_looks=walker is Qwen3Walker)
     model.train()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine, method, interrupt_at(call, getattr(engine, method)))

@@ -205,7 +205,8 @@ class EngineConfig:
     kv_memory_gb: float | None = None
     prefill_token_budget: int = 8192
     capture_cudagraph: bool | None = None  # None: on a GPU
-    steps_per_look: int | None = None  # None: 16 on a GPU, 1 on a CPU
+    steps_per_look: int | None = None  # None: 8 on a GPU, 1 on a CPU
+    overlap_looks: bool | None = None  # the GPU runs the next steps while the host looks at the last; None: on a GPU
     attention_backend: str = "auto"
     decode_kernel_options: dict | None = None
     prefill_kernel_options: dict | None = None
@@ -279,6 +280,17 @@ def decode_buckets(max_batch_size: int) -> list[int]:
     return [*buckets, max(2, max_batch_size)]
 
 
+@dataclass
+class Window:
+    """Decode steps that the GPU was given, between two looks."""
+
+    sequences: list[Sequence]  # by row
+    steps: int
+    buffer: int  # of the host's two
+    shared_tokens: int
+    done: torch.cuda.Event | None
+
+
 class DecodeState:
     """What a decode step reads and writes on the device, by slot. Slot 0 is padding: it has ended before it begins."""
 
@@ -293,8 +305,10 @@ class DecodeState:
         self.step = torch.zeros(1, dtype=torch.int64, device=device)
         self.ring_tokens = torch.zeros(max_steps, rows, dtype=torch.int64, device=device)
         self.ring_logprobs = torch.zeros(max_steps, 2, rows, dtype=torch.float32, device=device)
-        self.host_tokens = torch.zeros_like(self.ring_tokens, device="cpu", pin_memory=pinned)
-        self.host_logprobs = torch.zeros_like(self.ring_logprobs, device="cpu", pin_memory=pinned)
+        # Two of each, for a window under way and the one before it.
+        self.host_rows = torch.zeros(2, rows, dtype=torch.int64, pin_memory=pinned)
+        self.host_tokens = torch.zeros(2, *self.ring_tokens.shape, dtype=torch.int64, pin_memory=pinned)
+        self.host_logprobs = torch.zeros(2, *self.ring_logprobs.shape, dtype=torch.float32, pin_memory=pinned)
 
     def admit(self, sequences: list[Sequence]) -> None:
         ints, floats = [], []
@@ -322,7 +336,8 @@ class FlexEngine:
         if capture and not on_gpu:
             self._fall_back("--capture_cudagraph: there is no CUDA GPU, so the decode step runs without a graph")
         self.use_graphs = on_gpu if capture is None else capture and on_gpu
-        steps = self.config.steps_per_look or (16 if on_gpu else 1)
+        steps = self.config.steps_per_look or (8 if on_gpu else 1)
+        self.overlap_looks = on_gpu if self.config.overlap_looks is None else self.config.overlap_looks
         capability = torch.cuda.get_device_capability(self.device) if on_gpu else None
         fa4_prefill, warning = fa4_prefill_choice(self.config.fa4_prefill, capability, fa4_installed())
         if warning:
@@ -520,9 +535,11 @@ class FlexEngine:
         self, arrivals: Iterator[tuple[list[RequestOutput], SequenceOf[SamplingParams]]], progress: bool = False
     ) -> Iterator[RequestOutput]:
         self._require_idle("generate")
+        self._synchronize()  # an interrupted call may have left steps under way
         self.wake_up()
         scheduler = self._scheduler = Scheduler(self.cache, self.config.max_batch_size, [])
         under_way: dict[int, tuple[RequestOutput, int]] = {}  # with the number of its completions
+        window: Window | None = None
         bar = tqdm(total=0, desc="generating", unit="seq", disable=None if progress else True)
         started, generated = time.perf_counter(), self._stats.generated_tokens
         try:
@@ -538,8 +555,8 @@ class FlexEngine:
                         under_way |= {request.index: (request, p.n) for request, p in zip(requests, params)}
                         yield from (request for request in requests if request.error)
                     if scheduler.busy:
-                        self._refill(scheduler)
-                        for sequence in self._decode_window(scheduler):
+                        window, finished = self._advance(scheduler, window)
+                        for sequence in finished:
                             bar.update()
                             request, n = under_way[sequence.request]
                             request.outputs.append(self._completion(sequence))
@@ -607,31 +624,51 @@ class FlexEngine:
         self.walker.forward(tokens_T, positions_T, attend)
         self._stats.prefill_tokens += total
 
-    def _decode_window(self, scheduler: Scheduler) -> list[Sequence]:
-        """Several decode steps, then a look at what they gave. Returns the sequences that ended."""
-        started = time.perf_counter()
-        steps = scheduler.reserve(self.steps_per_look)
-        running, state = scheduler.running, self.state
+    def _advance(self, scheduler: Scheduler, window: Window | None) -> tuple[Window | None, list[Sequence]]:
+        """Gives the GPU its next window, and looks at `window`, the one before. Returns the new one, and the sequences that ended.
+
+        Where the look decides what comes next (who is admitted, whose pages are taken away, whether anyone still runs) it comes first.
+        """
+        finished: list[Sequence] = []
+        if window is not None and scheduler.needs_look(window.steps, self.steps_per_look):
+            finished, window = self._look(scheduler, window), None
+        if window is None:
+            self._refill(scheduler)
+        following = None
+        if scheduler.running:
+            following = self._launch(scheduler, window)
+        if window is not None:
+            finished += self._look(scheduler, window)
+        if following is not None and not self.overlap_looks:
+            finished, following = finished + self._look(scheduler, following), None
+        return following, finished
+
+    def _launch(self, scheduler: Scheduler, before: Window | None) -> Window:
+        """Several decode steps of every running sequence, behind those of the window `before`. Nothing here waits for the GPU."""
+        if before is None:
+            self._decode_clock = time.perf_counter()
+        ahead = 0 if before is None else before.steps
+        steps = scheduler.reserve(self.steps_per_look, ahead)
+        running, state = list(scheduler.running), self.state
         bucket = next(size for size in self.buckets if size >= len(running))
-        slots = [sequence.slot for sequence in running] + [PADDING_SLOT] * (bucket - len(running))
         shared_tokens = scheduler.shared_tokens() if self.shared_prefix else 0
         graph = self._graph(bucket, shared_tokens > 0) if self.use_graphs else None
         self.cache.upload()
-        state.row_slot[:bucket] = torch.tensor(slots, device=self.device)
+        buffer = 0 if before is None else 1 - before.buffer
+        slots = [sequence.slot for sequence in running] + [PADDING_SLOT] * (bucket - len(running))
+        state.host_rows[buffer, :bucket] = torch.tensor(slots)
+        state.row_slot[:bucket].copy_(state.host_rows[buffer, :bucket], non_blocking=True)
         state.step.zero_()
-        longest = max(sequence.length for sequence in running)
+        longest = max(sequence.length for sequence in running) + ahead
         for step in range(steps):
             if graph is not None:
                 graph.replay()
             else:
                 self._decode_step(bucket, shared_tokens > 0, max_length=longest + step)
         for host, ring in ((state.host_tokens, state.ring_tokens), (state.host_logprobs, state.ring_logprobs)):
-            host[:steps].copy_(ring[:steps], non_blocking=True)
-        self._synchronize()
-        self._stats.decode_seconds += time.perf_counter() - started
-        self._stats.decode_steps += steps
-        self._stats.shared_prefix_tokens += shared_tokens * steps
-        return self._look(scheduler, steps)
+            host[buffer, :steps].copy_(ring[:steps], non_blocking=True)
+        done = torch.cuda.current_stream(self.device).record_event() if self.device.type == "cuda" else None
+        return Window(running, steps, buffer, shared_tokens, done)
 
     def _decode_step(self, bucket: int, shares_pages: bool = False, max_length: int | None = None) -> None:
         """One token for each row; the body of a captured graph, so no tensor may leave the device."""
@@ -682,22 +719,30 @@ class FlexEngine:
         self.graphs[bucket, shares_pages] = graph
         return graph
 
-    def _look(self, scheduler: Scheduler, steps: int) -> list[Sequence]:
-        """Hands the ring's tokens to their sequences and ends those that are done."""
-        running = list(scheduler.running)
-        tokens = self.state.host_tokens[:steps, : len(running)].numpy()
-        logprobs = self.state.host_logprobs[:steps, :, : len(running)].numpy()
-        counts = (tokens != SlotColumn.NO_TOKEN).sum(0).tolist()
+    def _look(self, scheduler: Scheduler, window: Window) -> list[Sequence]:
+        """Waits for the window, hands its tokens to their sequences and ends those that are done."""
+        if window.done is not None:
+            window.done.synchronize()
+        now = time.perf_counter()
+        self._stats.decode_seconds += now - self._decode_clock
+        self._decode_clock = now
+        self._stats.decode_steps += window.steps
+        self._stats.shared_prefix_tokens += window.shared_tokens * window.steps
+        rows = len(window.sequences)
+        tokens_BS = self.state.host_tokens[window.buffer, : window.steps, :rows].T.numpy()
+        counts = (tokens_BS != SlotColumn.NO_TOKEN).sum(1).tolist()
+        new_tokens, is_nan = tokens_BS.tolist(), (tokens_BS == -1).any(1).tolist()
+        logprobs, full_logprobs = self.state.host_logprobs[window.buffer, : window.steps, :, :rows].permute(1, 2, 0).tolist()
         finished = []
-        if (tokens == -1).any():
-            row = int(np.nonzero((tokens == -1).any(0))[0][0])
-            self.cache.clear()  # a masked key has weight 0, and 0 * NaN would reach the pages' next owners
-            raise NonFiniteError(self._explain_nan(running[row]))
-        for row, (sequence, count) in enumerate(zip(running, counts)):
-            new = tokens[:count, row].tolist()
-            sequence.token_ids += new
-            sequence.logprobs += logprobs[:count, 0, row].tolist()
-            sequence.full_logprobs += logprobs[:count, 1, row].tolist()
+        for row, (sequence, count) in enumerate(zip(window.sequences, counts)):
+            if sequence.finish_reason is not None:
+                continue  # it had ended in the window before
+            if is_nan[row]:
+                self.cache.clear()  # a masked key has weight 0, and 0 * NaN would reach the pages' next owners
+                raise NonFiniteError(self._explain_nan(sequence))
+            sequence.token_ids += new_tokens[row][:count]
+            sequence.logprobs += logprobs[row][:count]
+            sequence.full_logprobs += full_logprobs[row][:count]
             if sequence.params.stop:
                 count -= self._cut_at_stop_string(sequence, count)
             self._stats.generated_tokens += count
@@ -823,20 +868,32 @@ class Scheduler:
             copies[1].extend(own)
             sequence.pages += own
 
-    def reserve(self, max_steps: int) -> int:
-        """Pages for the coming steps of every running sequence, preempting from the newest if there are too few. Returns the
-        number of steps: while others wait, no more than until a sixteenth of the rows must have ended, so that refills come
-        in batches and few rows stand still for long."""
-        remaining = sorted(sequence.remaining for sequence in self.running)
-        steps = min(max_steps, remaining[len(remaining) // 16] if self.waiting else remaining[-1])
+    def needs_look(self, ahead: int, max_steps: int) -> bool:
+        """Whether what the `ahead` steps under way gave must be known before more are given: a place may be taken by who waits, all
+        may have ended, or the pages do not suffice for `max_steps` more."""
+        ends = [sequence.remaining <= ahead for sequence in self.running]
+        if all(ends) or (self.waiting and (self.free_slots or any(ends))):
+            return True
+        return sum(self._missing_pages(sequence, ahead + max_steps) for sequence in self.running) > self.pages.num_free
+
+    def _missing_pages(self, sequence: Sequence, steps: int) -> int:
+        positions = min(sequence.length + steps - 1, sequence.max_length)
+        return max(0, self.pages.pages_for(positions) - len(sequence.pages))
+
+    def reserve(self, max_steps: int, ahead: int = 0) -> int:
+        """Pages for the coming steps of every running sequence, behind `ahead` that are under way, preempting from the newest if
+        there are too few. Returns the number of steps: while others wait, no more than until a sixteenth of the rows must have
+        ended, so that refills come in batches and few rows stand still for long."""
+        remaining = sorted(sequence.remaining - ahead for sequence in self.running)
+        steps = min(max_steps, max(1, remaining[len(remaining) // 16] if self.waiting else remaining[-1]))
         for sequence in list(self.running):
             if sequence.slot is None:
                 continue
-            positions = min(sequence.length + steps - 1, sequence.max_length)
-            while (missing := self.pages.pages_for(positions) - len(sequence.pages)) > 0:
+            while missing := self._missing_pages(sequence, ahead + steps):
                 try:
                     new = self.pages.allocate(missing)
                 except OutOfPages:
+                    assert not ahead, "pages are taken from nobody whose steps are under way"
                     self._make_room(sequence)
                     if sequence.slot is None:
                         break

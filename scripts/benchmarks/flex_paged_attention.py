@@ -142,7 +142,7 @@ class PagedKVCache:
         self.host_logical = torch.zeros(num_pages, dtype=torch.int32, pin_memory=pinned)
         self.page_table = torch.zeros_like(self.host_table, device=self.device)
         self.logical_page = torch.zeros_like(self.host_logical, device=self.device)
-        self.dirty = False
+        self.dirty, self.uploaded = False, None
         self.layers = self._allocate_pools()
 
     @staticmethod
@@ -190,6 +190,9 @@ class PagedKVCache:
 
     def assign(self, slot: int, pages: Sequence[int], start: int = 0) -> None:
         """Writes `pages` into `slot`'s list from logical index `start` on (on the device at the next `upload`)."""
+        if self.uploaded is not None:
+            self.uploaded.synchronize()  # the last upload may still wait its turn behind decode steps
+            self.uploaded = None
         stop = start + len(pages)
         self.host_table[slot, start:stop] = torch.tensor(pages, dtype=torch.int32)
         self.host_logical[torch.tensor(pages, dtype=torch.long)] = torch.arange(start, stop, dtype=torch.int32)
@@ -200,6 +203,8 @@ class PagedKVCache:
             self.page_table.copy_(self.host_table, non_blocking=True)
             self.logical_page.copy_(self.host_logical, non_blocking=True)
             self.dirty = False
+            if self.device.type == "cuda":
+                self.uploaded = torch.cuda.current_stream(self.device).record_event()
 
     def token_slots(self, pages: Sequence[int], num_tokens: int) -> np.ndarray:
         """Pool index of each of the first `num_tokens` tokens of a sequence that lies in `pages`, int64 `[num_tokens]`."""
