@@ -37,6 +37,7 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -615,23 +616,23 @@ def adapter_on_disk(path: str) -> dict[str, Tensor]:
     return load_peft_weights(path, device="cpu")
 
 
-def run_round(pool: RolloutPool, inputs: list[list[int]], params: SamplingParams, on_group=None) -> RoundStats:
+def run_round(pool: RolloutPool, inputs: list[list[int]], params: SamplingParams) -> RoundStats:
     started = time.perf_counter()
-    rollouts = pool.generate(inputs, params, on_group)
+    rollouts = pool.generate(inputs, params)
     seconds = time.perf_counter() - started
     tokens = sum(len(completion.token_ids) for rollout in rollouts for completion in rollout.outputs)
     return RoundStats(sum(map(len, inputs)), tokens, seconds)
 
 
-def kill_half_way(pool: RolloutPool) -> Callable[[int, int], None]:
-    """An `on_group` that kills the first actor once half of the groups have ended."""
-    actor = pool.members[0].number
-
-    def on_group(ended: int, total: int) -> None:
-        if ended == max(1, total // 2):
-            pool.kill(actor)
-
-    return on_group
+@contextmanager
+def killed_after(pool: RolloutPool, seconds: float) -> Iterator[None]:
+    """Kills the first actor that long into what is run inside."""
+    timer = threading.Timer(seconds, pool.kill, [pool.members[0].number])
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -669,7 +670,9 @@ def main(argv: list[str] | None = None) -> int:
         stats.rounds.append(measured)
         note(f"round {round_index + 1} of {args.n_rounds}: {measured.generated_tokens} tokens, {measured.tps:.1f} tok/s")
     if args.kill_one:
-        stats.killed = run_round(pool, inputs, sampling_params(args, args.n_rounds), kill_half_way(pool))
+        half_way = statistics.median(measured.total_seconds for measured in stats.rounds) / 2
+        with killed_after(pool, half_way):
+            stats.killed = run_round(pool, inputs, sampling_params(args, args.n_rounds))
     stats.pool, stats.engines = pool.stats(), pool.reports()
     stats.fallbacks = [*args.fallbacks, *(fallback for report in stats.engines for fallback in report["fallbacks"])]
     print_summary(stats)
@@ -690,7 +693,8 @@ def print_summary(stats: PoolRunStats) -> None:
         seconds = statistics.median(broadcast.seconds for broadcast in broadcasts)
         rows["broadcast"] = f"{1e3 * seconds:.0f} ms median for {broadcasts[0].gigabytes:.3f} GB"
     if stats.killed is not None:
-        rows["an actor killed"] = f"{stats.killed.total_seconds:.2f} s instead of {statistics.median(r.total_seconds for r in stats.rounds):.2f}"
+        usual = statistics.median(measured.total_seconds for measured in stats.rounds)
+        rows["an actor killed"] = f"{stats.killed.total_seconds:.2f} s instead of {usual:.2f}"
     for loss in stats.pool.lost:
         rows[f"lost actor {loss.actor}"] = (
             f"{loss.cause}; {loss.prompts_run_again} prompts run again, {'restarted' if loss.restarted else 'dropped'}"
