@@ -1,7 +1,11 @@
 """Qwen3-MoE in the engine: the walker, its compiled form, and LoRA on experts, against Hugging Face on tiny models."""
 
+import importlib.util
 import json
 import math
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -9,15 +13,21 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 
 import flex_lora
+import flex_moe
+import flex_moe_bench
+import flex_moe_micro_bench
+import flex_moe_parity
 import lora_adapters as la
 import lora_checks as lc
 import qwen3_moe_flex
 import tiny_models as tm
+import verify_qwen3_moe_numerics
+from conftest import ROOT, SCRIPTS
+from flex_cli import dummy_model
 from flex_compile import COMPILE_VARIABLE
 from flex_engine import EngineConfig, FlexEngine, HFWalker, SamplingParams
-from flex_profile import decode_step_bytes, expert_reads_of, profile_decode_step
 from flex_nf4 import load_4bit, quantize_nf4
-from flex_cli import dummy_model
+from flex_profile import decode_step_bytes, expert_reads_of, profile_decode_step
 from numerics import Reference, engine_last_logits, hf_greedy, verify
 from qwen3_flex_inference import Qwen3Walker
 from qwen3_moe_flex import FlexMoEInference
@@ -477,3 +487,92 @@ def test_4bit_dummy_and_host_loading(tmp_path):
     model.save_pretrained(tmp_path)
     loaded = load_4bit(str(tmp_path), torch.float32, torch.device("cpu"))
     torch.testing.assert_close(trainer_logits(loaded), trainer_logits(four_bit()))
+
+
+# ------------------------------------------------------------------------------------------------------- parity and benches
+
+
+@pytest.mark.parametrize("base", ["16-bit", "4-bit"])
+def test_a_cast_model_computes_what_a_cast_copy_does(base):
+    model = tm.qwen3_moe(**NF4_SIZES).to(torch.bfloat16)
+    model = quantize_nf4(model, torch.bfloat16) if base == "4-bit" else model
+    copies = Reference.of(model)
+    before = lc.fingerprint([*model.named_parameters(), *model.named_buffers()])
+    in_place = Reference.in_place(model)
+    for prompt in PROMPTS:
+        ids = torch.tensor([prompt])
+        torch.testing.assert_close(in_place.exact(input_ids=ids).logits, copies.exact(input_ids=ids).logits)
+        torch.testing.assert_close(in_place.plain(input_ids=ids).logits, copies.plain(input_ids=ids).logits)
+    assert lc.fingerprint([*model.named_parameters(), *model.named_buffers()]) == before
+    assert not any(module._forward_hooks or "forward" in vars(module) for module in model.modules())
+
+
+@pytest.mark.parametrize("compiled", ["0", "1"])
+@pytest.mark.parametrize("flags", [["--dtype=bfloat16"], ["--dtype=bfloat16", "--load_in_4bit"], ["--dtype=float32"]], ids=str)
+def test_parity(flags, compiled, monkeypatch, capsys):
+    torch._dynamo.reset()
+    monkeypatch.setenv("FLEX_MOE_COMPILE_WALKER", compiled)
+    assert flex_moe_parity.main(["--model_name=qwen3-moe-tiny", "--load_format=dummy", *flags]) == 0
+    printed = capsys.readouterr()
+    assert f"compiled walker: {'walker_fullgraph' if compiled == '1' else 'off'}" in printed.err
+    assert "3 prompts, 96 greedy tokens" in printed.out
+
+
+def test_parity_fails_where_the_engine_computes_something_else(monkeypatch):
+    monkeypatch.setattr(qwen3_moe_flex, "route", lambda logits_TE, top_k, normalize: flex_moe.route(logits_TE, top_k, not normalize))
+    for dtype in ("float32", "bfloat16"):
+        assert flex_moe_parity.main(["--model_name=qwen3-moe-tiny", "--load_format=dummy", f"--dtype={dtype}"]) == 1
+
+
+def test_verification_of_the_first_layers(capsys):
+    flags = ["--model_name=qwen3-moe-tiny", "--load_format=dummy", "--dtype=float32", "--n_prompts=4", "--max_new_tokens=16"]
+    assert verify_qwen3_moe_numerics.main([*flags, "--num_layers=2"]) == 0
+    with pytest.raises(SystemExit, match="--num_layers 5: the model has 4"):
+        verify_qwen3_moe_numerics.main([*flags, "--num_layers=5"])
+
+
+def test_micro_bench_shows_a_row_and_a_sample_for_each_batch(tmp_path, capsys):
+    flags = ["--model_name=qwen3-moe-tiny", "--load_format=dummy", "--batch_sizes=1,3", "--max_new_tokens=4", "--n_rounds=1"]
+    assert flex_moe_micro_bench.main([*flags, f"--stats_path={tmp_path}/stats.json"]) == 0
+    printed = capsys.readouterr()
+    assert [line.split(" | ")[0] for line in printed.out.splitlines()[2:4]] == ["| 1", "| 3"]
+    assert "batch 3: " in printed.err and "a sample: " in printed.err
+    assert len(json.loads((tmp_path / "stats.json").read_text())) == 2
+    with pytest.raises(SystemExit, match="--verify_no_drift"):
+        flex_moe_micro_bench.main([*flags, "--verify_no_drift", f"--stats_path={tmp_path}/stats.json"])
+
+
+@pytest.mark.parametrize("backend", ["flex", "hf_naive"])
+@pytest.mark.parametrize("four_bit", [[], ["--load_in_4bit"]], ids=["16-bit", "4-bit"])
+def test_bench_measures_both_backends(backend, four_bit, tmp_path, capsys):
+    path = tmp_path / "rows.json"
+    flags = ["--batch_sizes=2", "--max_new_tokens=3", "--prompt_tokens=5", "--n_rounds=1", f"--json={path}", *four_bit]
+    assert flex_moe_bench.main([f"--backend={backend}", "--model_name=qwen3-moe-tiny", *flags]) == 0
+    assert [row["batch"] for row in json.loads(path.read_text())] == [2]
+    assert f"| {backend}" in capsys.readouterr().out
+
+
+def test_bench_imports_nothing_of_this_project_for_transformers(tmp_path):
+    script = tmp_path / "run.py"
+    script.write_text(
+        f"import sys; sys.path.insert(0, {str(ROOT / 'tests')!r})\nimport flex_moe_bench\n"
+        "assert flex_moe_bench.main(['--backend=hf_naive', '--model_name=qwen3-moe-tiny', '--batch_sizes=1', '--max_new_tokens=2', "
+        "'--n_rounds=1']) == 0\n"
+        f"own = {{path.stem for path in __import__('pathlib').Path({str(SCRIPTS)!r}).glob('*.py')}}\n"
+        "assert not own & set(sys.modules), own & set(sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=os.environ | {"HF_ATTN_IMPL": "eager"})
+    assert done.returncode == 0, done.stderr
+    assert "attention eager" in done.stdout
+
+
+def test_bench_quotes_failures(monkeypatch, capsys):
+    monkeypatch.setenv("HF_ATTN_IMPL", "flash_attention_2")
+    if importlib.util.find_spec("flash_attn") is None and not torch.cuda.is_available():
+        assert flex_moe_bench.main(["--backend=hf_naive", "--model_name=qwen3-moe-tiny"]) == 1
+        assert "hf_naive: ImportError: FlashAttention2" in capsys.readouterr().out
+    monkeypatch.setenv("HF_ATTN_IMPL", "fastest")
+    with pytest.raises(SystemExit, match="HF_ATTN_IMPL must be one of eager, sdpa"):
+        flex_moe_bench.main(["--backend=hf_naive", "--model_name=qwen3-moe-tiny"])
+    with pytest.raises(SystemExit, match="--model_name nowhere"):
+        flex_moe_bench.main(["--model_name=nowhere"])

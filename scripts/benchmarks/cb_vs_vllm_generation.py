@@ -234,7 +234,7 @@ def run_backend(args: argparse.Namespace, name: str) -> None:
             device=card.name() if card else device_name(default_device()), versions=library_versions(),
             config=run_config(args, workload), workload=workload.name, fingerprint=workload.fingerprint,
             num_sequences=workload.num_sequences, startup_seconds=startup_seconds,
-            lora={"adapter": args.lora_adapter, "mode": lora_mode(args, name)} if args.lora_adapter else None,
+            lora={"adapter": args.lora_adapter, "mode": lora_mode(args, peer)} if args.lora_adapter else None,
         )  # fmt: skip
         completions = measure(stats, peer, workload, args)
         stats.card_gb = card.taken_gb() if card else None
@@ -244,10 +244,9 @@ def run_backend(args: argparse.Namespace, name: str) -> None:
     print(f"stats: {args.stats_path}")
 
 
-def lora_mode(args: argparse.Namespace, name: str) -> str:
-    if name != "flex" or args.no_merge_lora:
-        return "unmerged"
-    return args.lora_mode or ("active" if args.load_in_4bit else "merged")
+def lora_mode(args: argparse.Namespace, peer: Peer) -> str:
+    adapters = getattr(getattr(peer, "walker", None), "adapters", None)
+    return "unmerged" if adapters is None else adapters.mode
 
 
 def run_config(args: argparse.Namespace, workload: Workload) -> dict[str, object]:
@@ -283,7 +282,9 @@ def measure(stats: PeerStats, peer: Peer, workload: Workload, args: argparse.Nam
     if generated.engine is not None:
         add_engine_stats(stats, generated.engine, prepared)
         if torch.cuda.is_available():
-            add_bandwidth(stats, peer.engine, workload.mean_context)
+            prompts = [prompt.token_ids for prompt in workload.prompts for _ in range(workload.n)]
+            halfway = [prompt + c[: len(c) // 2] for prompt, c in zip(prompts, generated.completions)]
+            add_bandwidth(stats, peer.engine, workload.mean_context, halfway)
     return generated.completions
 
 

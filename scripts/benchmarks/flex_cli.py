@@ -784,7 +784,8 @@ def run_benchmark(engine: FlexEngine, prompts: list[Prompt], args: argparse.Name
     add_peak_memory(stats)
     context = mean_context(outputs)
     if engine.device.type == "cuda":
-        add_bandwidth(stats, engine, context, outputs)
+        halfway = [o.prompt_token_ids + c.token_ids[: len(c.token_ids) // 2] for o in outputs for c in o.outputs]
+        add_bandwidth(stats, engine, context, halfway)
     graded_prompts = prompts if args.load_format != "dummy" else [dataclasses.replace(p, answer=None) for p in prompts]
     completions = [
         judge(index, graded_prompts[index], completion)
@@ -867,13 +868,12 @@ def mean_context(outputs: list[RequestOutput]) -> int:
     return sum(new * (prompt + new // 2) for prompt, new in lengths) // sum(new for _, new in lengths)
 
 
-def add_bandwidth(stats: RunStats, engine: FlexEngine, context: int, outputs: list[RequestOutput]) -> None:
+def add_bandwidth(stats: RunStats, engine: FlexEngine, context: int, sequences: list[list[int]]) -> None:
     """The bytes that the last round's decode steps had to read, against its time and what a large copy reaches on this GPU.
-    Experts count where a step in the middle of the completions hits them."""
+    Experts count where the last tokens of `sequences`, as many as a step has rows, hit them."""
     last = stats.rounds[-1]
     rows = max(1, round(last.generated_tokens / last.decode_steps))
-    halves = [o.prompt_token_ids + c.token_ids[: len(c.token_ids) // 2] for o in outputs for c in o.outputs]
-    reads = expert_reads_of(engine, halves[:rows])
+    reads = expert_reads_of(engine, sequences[:rows])
     stats.expert_bytes_per_step = sum(reads)
     per_second = decode_step_bytes(engine, rows, context, reads) * last.decode_steps / last.decode_seconds
     stats.achieved_tb_per_second = per_second / 1e12
