@@ -1,6 +1,6 @@
 """A walker's decode forward through torch.compile, before it is captured: what Inductor fuses is recorded in the CUDA graph.
 
-    walker = FlexMoEInference(model, compile_walker="walker_fullgraph", compile_opts="unsloth_O3")
+    walker = Qwen3Walker(model, compile_walker="walker_fullgraph", compile_opts="unsloth_O3")
 
 While it is traced, the ops of the kernel files are their plain references (`flex_triton.use_triton`), for Inductor to fuse. What it
 must not see the inside of (attention and its KV write, experts, 4-bit products) is an `Opaque` call. Rows are symbolic, so
