@@ -170,6 +170,16 @@ def test_four_bit_base(tmp_path):
     assert min(logged(trainer, "grad_norm")) > 0
 
 
+def test_four_bit_base_that_computes_in_float32(tmp_path):
+    """TRL makes the adapter bfloat16, which says nothing about the base."""
+    model = quantize_nf4(tiny_models.llama(hidden_size=192, intermediate_size=128), torch.float32)
+    trainer = make_trainer(tmp_path, model)
+    attach_flex_rollouts(trainer)
+    trainer.train()
+    first, second = logged(trainer, LOGP_DIFFERENCE)  # B is zero at first, and its product is rounded then
+    assert first < 1e-4 and second < 0.02
+
+
 def test_fp32_lm_head_says_nothing_about_the_layers(tmp_path):
     model = tiny_models.llama(tie_word_embeddings=True).to(torch.bfloat16)
     trainer = make_trainer(tmp_path, model, lora=False, cast_lm_head_to_fp32=True)
@@ -482,7 +492,7 @@ folder.joinpath(f"rank{trainer.accelerator.process_index}.json").write_text(json
 
 # --------------------------------------------------------------------------------------------------------------- drivers
 
-DRIVERS = ("flex", "naive", "tpaged", "vllm")
+DRIVERS = ("qwen3_grpo_flex", "qwen3_grpo_naive", "qwen3_grpo_tpaged", "qwen3_grpo_vllm", "qwen3_moe_grpo")
 
 
 @pytest.fixture(scope="module")
@@ -494,7 +504,7 @@ def tiny_config(tmp_path_factory):
 
 
 def run_driver(name: str, *argv: str) -> int:
-    module = runpy.run_path(str(SCRIPTS / f"qwen3_grpo_{name}.py"))
+    module = runpy.run_path(str(SCRIPTS / f"{name}.py"))
     return module["main"](list(argv))
 
 
@@ -505,7 +515,10 @@ def test_driver_help(name, capsys):
     assert ended.value.code == 0
     text = capsys.readouterr().out
     assert all(flag in text for flag in ("--max_steps", "--stats_path", "--num_generations", "--task"))
-    assert ("--compile_mode" in text) == (name in ("naive", "tpaged"))
+    assert ("--compile_mode" in text) == (name in ("qwen3_grpo_naive", "qwen3_grpo_tpaged"))
+
+
+MOE_TINY = "qwen3-moe-tiny"
 
 
 def two_steps(name, tiny_config, tmp_path, *flags) -> common.GRPOStats:
@@ -515,14 +528,15 @@ def two_steps(name, tiny_config, tmp_path, *flags) -> common.GRPOStats:
     return common.GRPOStats.load(path)
 
 
-@pytest.mark.parametrize("name", ["flex", "naive", "tpaged"])
-def test_two_steps_of_a_driver(name, tiny_config, tmp_path):
-    stats = two_steps(name, tiny_config, tmp_path, *(["--persistent_cb"] if name == "tpaged" else []))
-    assert stats.finished and stats.backend == name
+@pytest.mark.parametrize("backend", ["flex", "naive", "tpaged"])
+def test_two_steps_of_a_driver(backend, tiny_config, tmp_path):
+    flags = ["--persistent_cb"] if backend == "tpaged" else []
+    stats = two_steps(f"qwen3_grpo_{backend}", tiny_config, tmp_path, *flags)
+    assert stats.finished and stats.backend == backend
     for values in (stats.step_wall_s, stats.rollout_wall_s, stats.losses, stats.rewards, stats.kl, stats.grad_norm):
         assert len(values) == 2 and all(math.isfinite(value) for value in values)
     assert all(rollout < step for rollout, step in zip(stats.rollout_wall_s, stats.step_wall_s))
-    assert (stats.logp_difference[0] is not None) == (name == "flex")
+    assert (stats.logp_difference[0] is not None) == (backend == "flex")
     assert stats.max_completion_length == common.SUM_TOKENS and stats.max_prompt_length == 17
 
 
@@ -538,17 +552,40 @@ def test_two_steps_of_a_driver(name, tiny_config, tmp_path):
     ],
 )
 def test_flags_of_the_flex_driver(flags, tiny_config, tmp_path):
-    stats = two_steps("flex", tiny_config, tmp_path, *flags.split())
+    stats = two_steps("qwen3_grpo_flex", tiny_config, tmp_path, *flags.split())
     if "--no-importance_sampling" in flags:
         assert stats.finished and stats.logp_difference == [None, None]
     else:
         assert stats.finished and max(stats.logp_difference) < 0.1
 
 
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "",
+        "--backend naive",
+        "--load_in_4bit",
+        "--lora_targets all --compile_walker walker_fullgraph --num_generations 2",
+        "--lora_targets experts --lora_mode merged",
+    ],
+)
+def test_two_steps_with_a_mixture_of_experts(flags, tmp_path):
+    """Random weights of the real class; without a GPU its tiny shapes are the default."""
+    stats = two_steps("qwen3_moe_grpo", MOE_TINY, tmp_path, *flags.split())
+    assert stats.finished and all(map(math.isfinite, (*stats.losses, *stats.kl))) and min(stats.grad_norm) > 0
+    if "naive" not in flags:
+        assert stats.backend == "flex" and max(stats.logp_difference) < (0.02 if "4bit" in flags else 1e-4)
+
+
+def test_compiling_the_models_own_forward_is_refused(tmp_path):
+    with pytest.raises(SystemExit, match="--compile_walker compiles a written walker"):
+        run_driver("qwen3_moe_grpo", "--walker", "hf", "--compile_walker", "walker", "--stats_path", str(tmp_path / "stats.json"))
+
+
 def test_vllm_driver_says_what_is_missing(monkeypatch, tiny_config, tmp_path):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(SystemExit, match="needs vLLM"):
-        run_driver("vllm", "--stats_path", str(tmp_path / "stats.json"))
+        run_driver("qwen3_grpo_vllm", "--stats_path", str(tmp_path / "stats.json"))
 
 
 def test_a_compiler_that_fails_leaves_the_run_going(monkeypatch, tiny_config, tmp_path):
@@ -559,7 +596,7 @@ def test_a_compiler_that_fails_leaves_the_run_going(monkeypatch, tiny_config, tm
         return fails
 
     monkeypatch.setattr(torch, "compile", broken)
-    stats = two_steps("naive", tiny_config, tmp_path, "--compile_mode", "default")
+    stats = two_steps("qwen3_grpo_naive", tiny_config, tmp_path, "--compile_mode", "default")
     assert stats.finished and stats.extras["compile_failures"] == ["RuntimeError: no kernel"]
 
 
@@ -573,7 +610,7 @@ def test_a_terminated_run_writes_its_stats(monkeypatch, tiny_config, tmp_path):
     monkeypatch.setattr(common.StepTimer, "on_step_end", terminated)
     path = tmp_path / "stats.json"
     flags = "--load_format dummy --task sums --max_steps 4 --n_prompts 2 --num_generations 4 --lora_rank 4".split()
-    assert run_driver("flex", *flags, "--model_name", str(tiny_config), "--stats_path", str(path)) == 130
+    assert run_driver("qwen3_grpo_flex", *flags, "--model_name", str(tiny_config), "--stats_path", str(path)) == 130
     stats = common.GRPOStats.load(path)
     assert not stats.finished and len(stats.step_wall_s) == 1
 

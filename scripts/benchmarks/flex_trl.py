@@ -46,6 +46,7 @@ def attach_flex_rollouts(
     max_prompt_length: int | None = None,
     correct_truncation: bool = False,
     sleep: bool = True,
+    compile_walker: bool | str | None = None,
     **engine_options,
 ) -> FlexGeneration:
     """Makes `trainer`, built with `use_vllm=False`, generate with a FlexEngine. Returns the adapter; its `engine` has the stats.
@@ -58,13 +59,14 @@ def attach_flex_rollouts(
     sampler computes differently. With True those of the truncated distribution, as vLLM gives: the ratio is each token's kept
     mass, unbiased for that sampler, but over a long completion the product vanishes and, with TRL's sequence-level modes, so
     does its gradient. Without filters both are the same.
-    sleep: gives the KV pool's memory to the training step. engine_options: fields of EngineConfig.
+    sleep: gives the KV pool's memory to the training step. compile_walker: decodes through torch.compile (flex_compile).
+    engine_options: fields of EngineConfig.
 
     Raises ValueError naming what can't be done: a TRL that was not tried, FSDP or DeepSpeed, options without meaning here.
     """
     refuse_unsupported(trainer)
     model = trainer.accelerator.unwrap_model(trainer.model)
-    walker = make_walker(model, walker_class, lora_mode, training_dtype(trainer, model))
+    walker = make_walker(model, walker_class, lora_mode, training_dtype(trainer, model), compile_walker)
     engine_options.setdefault("max_batch_size", min(MAX_DEFAULT_BATCH, rollout_batch_size(trainer)))
     if "max_seq_len" not in engine_options:
         engine_options["max_seq_len"] = (max_prompt_length or longest_prompt(trainer)) + trainer.max_completion_length
@@ -202,23 +204,26 @@ def refuse_unsupported(trainer: GRPOTrainer) -> None:
 
 
 def make_walker(
-    model: torch.nn.Module, walker_class: type[Walker] | None, lora_mode: str | None, dtype: torch.dtype
-) -> Walker:
+    model: torch.nn.Module, walker_class: type[Walker] | None, lora_mode: str | None, dtype: torch.dtype,
+    compile_walker: bool | str | None,
+) -> Walker:  # fmt: skip
     base = unwrapped(model)
     if walker_class is None:
         fitting = (walker for walker in WALKERS if base.config.model_type in walker.model_types)
         walker_class = next(fitting, HFWalker)
-    return HFWalker(base, dtype) if walker_class is HFWalker else walker_class(model, dtype=dtype, lora_mode=lora_mode)
+    if walker_class is HFWalker:
+        return HFWalker(base, dtype)
+    return walker_class(model, dtype=dtype, lora_mode=lora_mode, compile_walker=compile_walker)
 
 
 def training_dtype(trainer: GRPOTrainer, model: torch.nn.Module) -> torch.dtype:
     """What the trainer's own forward computes in: autocast's dtype, else that of the layers (an fp32 lm_head, tied or not, says
-    nothing about them)."""
+    nothing about them, nor does an adapter: TRL makes that of a 4-bit base bfloat16)."""
     if trainer.args.bf16 or trainer.args.fp16:
         return torch.bfloat16 if trainer.args.bf16 else torch.float16
-    base = unwrapped(model)
-    layers = base.get_decoder().layers.parameters()
-    return compute_dtype(model) or next(parameter.dtype for parameter in layers if parameter.is_floating_point())
+    layers = unwrapped(model).get_decoder().layers.named_parameters()
+    own = (parameter.dtype for name, parameter in layers if parameter.is_floating_point() and "lora_" not in name)
+    return compute_dtype(model) or next(own)
 
 
 def rollout_batch_size(trainer: GRPOTrainer) -> int:

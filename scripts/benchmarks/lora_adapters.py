@@ -81,12 +81,10 @@ def attach_adapter(model: nn.Module, args: argparse.Namespace) -> nn.Module:
 # ------------------------------------------------------------------------------------------------------------------- adapters
 
 
-def fresh_adapter(
-    model: nn.Module, rank: int = 32, seed: int = 0, adapter_name: str = "default", targets: str = "all"
-) -> PeftModel:
-    """LoRA whose B is not zero, so that it changes the model: on attention and MLP or stacked experts, or on one of the two alone.
-    On a meta model only shapes are made. Experts in 4-bit have no parameter that PEFT could adapt, and stay as they are."""
-    from peft import LoraConfig, get_peft_model
+def lora_config(model: nn.Module, rank: int, targets: str = "all") -> LoraConfig:
+    """LoRA on attention and MLP or stacked experts, or on one of the two alone. Experts in 4-bit have no parameter that PEFT could
+    adapt, and stay as they are."""
+    from peft import LoraConfig
 
     has_experts = any(name.endswith(EXPERT_PARAMETERS) for name, _ in model.named_parameters())
     if targets == "experts" and not has_experts:
@@ -95,9 +93,18 @@ def fresh_adapter(
     stacks = [] if targets == "attention" or not has_experts else [*EXPERT_PARAMETERS]
     if targets == "all" and not any(hasattr(module, "num_experts") for module in model.modules()):
         modules += MLP_TARGETS
-    config = LoraConfig(
+    return LoraConfig(
         r=rank, lora_alpha=rank, target_modules=modules, target_parameters=stacks or None, task_type="CAUSAL_LM"
     )
+
+
+def fresh_adapter(
+    model: nn.Module, rank: int = 32, seed: int = 0, adapter_name: str = "default", targets: str = "all"
+) -> PeftModel:
+    """The adapter of `lora_config`, with a B that is not zero, so that it changes the model. On a meta model only shapes are made."""
+    from peft import get_peft_model
+
+    config = lora_config(model, rank, targets)
     device = next(model.parameters()).device
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(seed)

@@ -13,16 +13,16 @@ import sys
 from collections.abc import Callable
 
 from flex_cli import fail, integer, number
+from flex_compile import COMPILE_MODES
 from flex_engine import HFWalker
 from flex_lora import LORA_MODES
 from unsloth_grpo_common import add_correction_argument, build_grpo_parser, run_grpo
 
 
-def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = build_grpo_parser(__doc__)
+def add_flex_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("engine")
     group.add_argument(
-        "--lora_mode", choices=LORA_MODES, help="active: the function that is trained; merged: faster, rounds it (default: active)"
+        "--lora_mode", choices=LORA_MODES, default="active", help="active: the function that is trained; merged: faster, rounds it"
     )
     add_correction_argument(group)
     group.add_argument(
@@ -41,13 +41,18 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         "--capture_cudagraph", action=argparse.BooleanOptionalAction, default=None, help="decode in CUDA graphs (default: on a GPU)"
     )
     group.add_argument(
+        "--compile_walker", choices=COMPILE_MODES, default="off", help="the decode through torch.compile before it is captured"
+    )
+    group.add_argument(
         "--sleep", action=argparse.BooleanOptionalAction, default=True, help="give the KV pool's memory to the training step"
     )
-    args = parser.parse_args(argv)
+
+
+def check_flex_arguments(args: argparse.Namespace) -> None:
     if args.load_in_4bit and args.lora_mode == "merged":
         fail("--lora_mode merged can't write to the 4-bit weights of --load_in_4bit; use --lora_mode active")
-    args.lora_mode = args.lora_mode or "active"
-    return args
+    if args.walker == "hf" and args.compile_walker != "off":
+        fail("--compile_walker compiles a written walker, and --walker hf runs the model's own forward")
 
 
 def attach(trainer, args: argparse.Namespace) -> Callable[[], dict[str, object]]:
@@ -64,13 +69,17 @@ def attach(trainer, args: argparse.Namespace) -> Callable[[], dict[str, object]]
         kv_memory_gb=args.kv_memory_gb,
         attention_backend=args.attention_backend,
         capture_cudagraph=args.capture_cudagraph,
+        compile_walker=args.compile_walker,
         **options,
     )
     return lambda: dataclasses.asdict(generation.engine.stats())
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = parse_arguments(argv)
+    parser = build_grpo_parser(__doc__)
+    add_flex_arguments(parser)
+    args = parser.parse_args(argv)
+    check_flex_arguments(args)
     return run_grpo(
         "flex", args, lambda trainer: attach(trainer, args), vllm_importance_sampling_correction=args.importance_sampling
     )

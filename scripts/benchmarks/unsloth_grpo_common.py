@@ -54,7 +54,7 @@ from flex_cli import (
 )
 from flex_memory import peak_memory_gb, reset_peak_memory
 from flex_weights import unwrapped
-from lora_adapters import LINEAR_TARGETS
+from lora_adapters import lora_config
 from prompts import (
     GRPO_CHAT_TEMPLATE,
     REASONING_END,
@@ -81,16 +81,19 @@ COMPILE_MODES = ("default", "reduce-overhead", "max-autotune-no-cudagraphs")
 # ---------------------------------------------------------------------------------------------------------------------- flags
 
 
-def build_grpo_parser(description: str | None, default_model: str = "unsloth/Qwen3-4B-Base") -> argparse.ArgumentParser:
+def build_grpo_parser(
+    description: str | None, default_model: str = "unsloth/Qwen3-4B-Base", cpu_model: str = EMBEDDED
+) -> argparse.ArgumentParser:
     """The flags that every GRPO driver has; defaults that depend on the machine are those of this one."""
     on_gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=description, formatter_class=HelpFormatter, allow_abbrev=False)
-    add_model_arguments(parser, default_model)
+    add_model_arguments(parser, default_model, cpu_model)
+    parser.set_defaults(lora_targets="all")
 
     group = parser.add_argument_group("task")
     group.add_argument(
         "--task", choices=TASKS, help=f"sums and word_problems are built in; {' and '.join(GENERATED_TASKS)} are reasoning-gym's, "
-        f"dapo_math is {DAPO_MATH[0]} from the hub (default: word_problems; sums with the embedded model)",
+        f"dapo_math is {DAPO_MATH[0]} from the hub (default: word_problems; sums with the model of a CPU)",
     )  # fmt: skip
     group.add_argument(
         "--prompts_file", metavar="FILE", help='problems of your own instead, one per line: {"prompt": ..., "answer": 42}'
@@ -123,7 +126,7 @@ def build_grpo_parser(description: str | None, default_model: str = "unsloth/Qwe
         "--learning_rate", metavar="X", type=number(0, math.inf, open_low=True), default=1e-5 if on_gpu else 2e-4, help="constant"
     )
     group.add_argument("--beta", metavar="X", type=number(0, math.inf), default=0.001, help="of the KL term; 0 drops the reference forward")
-    group.add_argument("--lora_rank", metavar="R", type=integer(0), default=32, help="on all seven projections; 0 trains every weight")
+    group.add_argument("--lora_rank", metavar="R", type=integer(0), default=32, help="of the adapter; 0 trains every weight")
     group.add_argument("--load_in_4bit", action="store_true", help="bitsandbytes NF4 base weights, with LoRA")
     group.add_argument(
         "--bf16", action=argparse.BooleanOptionalAction, default=on_gpu, help="autocast, whatever the parameters' --dtype"
@@ -239,7 +242,7 @@ def task_from_file(path: str, count: int) -> Task:
 def make_task(args: argparse.Namespace) -> Task:
     """As many problems as the run will ask; settles what the flags left to the task. Ends the script if they can't be had."""
     count = args.n_prompts * args.max_steps
-    args.task = None if args.prompts_file else args.task or ("sums" if args.model_name == EMBEDDED else "word_problems")
+    args.task = None if args.prompts_file else args.task or ("sums" if args.model_name == args.cpu_model else "word_problems")
     args.max_completion_length = args.max_completion_length or (SUM_TOKENS if args.task == "sums" else 512)
     if args.task == "sums" and args.chat_template == "auto":
         args.chat_template = "plain"
@@ -406,7 +409,6 @@ def local_checkpoint(args: argparse.Namespace, model: PreTrainedModel, tokenizer
 
 def make_trainer(args: argparse.Namespace, stats_callback: StepTimer, needs_files: bool, **config) -> GRPOTrainer:
     """The trainer of the flags; `config` goes to GRPOConfig. Everything but the rollout is the same for every backend."""
-    from peft import LoraConfig
     from trl import GRPOConfig, GRPOTrainer
 
     if args.load_in_4bit and args.lora_rank == 0:
@@ -449,11 +451,10 @@ def make_trainer(args: argparse.Namespace, stats_callback: StepTimer, needs_file
         dataloader_pin_memory=torch.cuda.is_available(),
         **config,
     )
-    lora = LoraConfig(r=args.lora_rank, lora_alpha=args.lora_rank, target_modules=list(LINEAR_TARGETS), task_type="CAUSAL_LM")
     try:
         trainer = GRPOTrainer(
             model=model, reward_funcs=task.rewards, args=grpo, train_dataset=dataset, processing_class=tokenizer,
-            peft_config=lora if args.lora_rank else None, callbacks=[stats_callback],
+            peft_config=lora_config(model, args.lora_rank, args.lora_targets) if args.lora_rank else None, callbacks=[stats_callback],
         )  # fmt: skip
     except (ValueError, ImportError, OSError) as error:
         fail(str(error).strip().splitlines()[0])
