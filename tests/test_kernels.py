@@ -570,6 +570,17 @@ def test_gate_up_gelu(T, I, K, split_k):
     assert_close(flex_linear.gate_up_gelu_triton(x, weight, small_options(split_k)), expected)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("T, N, K", [(65, 64, 128), (128, 200, 128), (129, 64, 144), (256, 96, 512)])
+def test_halves_of_k_are_summed_by_the_norm(T, N, K):
+    x, weight = randn(T, K, dtype=torch.bfloat16), randn(N, K, dtype=torch.bfloat16, scale=K**-0.5)
+    residual, norm = randn(T, N, dtype=torch.bfloat16), randn(N, dtype=torch.bfloat16)
+    assert flex_linear.options_for(x, weight) is None and flex_linear._splits_in_two(x, weight)
+    expected = flex_linear.linear_add_norm_reference(*(t.float() for t in (x, weight, residual, norm)), 1e-6)
+    for actual, exact in zip(flex_linear.linear_add_norm(x, weight, residual, norm, 1e-6), expected):
+        assert (actual.float() - exact).abs().max() <= 2e-2 * exact.abs().max()
+
+
 def test_norm_add_norm_of_split_sums():
     x, weight = randn(5, 200, dtype=torch.float16), randn(96, 200, dtype=torch.float16, scale=200**-0.5)
     norms, residual = (randn(96, dtype=torch.float16), 1e-6, randn(5, 96, dtype=torch.float16)), randn(96, dtype=torch.float16)

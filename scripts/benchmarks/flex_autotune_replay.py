@@ -269,7 +269,7 @@ def build_parser() -> argparse.ArgumentParser:
     group.add_argument("--attention_backend", choices=("triton", "flex"), default="triton", help="whose options")
     group.add_argument("--batch_size", metavar="N", type=integer(1), default=64, help="rows")
     group.add_argument("--context", metavar="N", type=integer(STEPS * 3 + 1), default=384, help="keys that a row sees")
-    group.add_argument("--page_size", metavar="N", type=integer(1), default=EngineConfig.page_size, help="tokens")
+    group.add_argument("--page_size", metavar="N", type=integer(1), help="tokens (default: 64 for flex, 32 for triton)")
     group.add_argument("--n", metavar="N", type=integer(1), default=1, help="completions of each prompt")
     group.add_argument(
         "--prompt_tokens", metavar="N", type=integer(0), default=0, help="that the completions of a prompt share, with --n"

@@ -182,7 +182,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         "--max_seq_len", metavar="N", type=integer(2), help="prompt and completion (default: longest prompt + --max_new_tokens)"
     )
     group.add_argument(
-        "--page_size", metavar="N", type=integer(1), default=EngineConfig.page_size, help="tokens; a power of two of at least 16"
+        "--page_size", metavar="N", type=integer(1), help="tokens; a power of two of at least 16 (default: 64 for flex, else 32)"
     )
     group.add_argument(
         "--kv_memory_gb",

@@ -201,7 +201,7 @@ class EngineConfig:
 
     max_batch_size: int = 64
     max_seq_len: int = 1024
-    page_size: int = 64
+    page_size: int | None = None  # tokens; None: what suits the attention backend
     kv_memory_gb: float | None = None
     prefill_token_budget: int = 8192
     capture_cudagraph: bool | None = None  # None: on a GPU
@@ -217,7 +217,7 @@ class EngineConfig:
         for name in ("max_batch_size", "max_seq_len", "prefill_token_budget"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
-        if self.page_size < 16 or self.page_size & (self.page_size - 1):
+        if self.page_size is not None and (self.page_size < 16 or self.page_size & (self.page_size - 1)):
             raise ValueError(f"page_size must be a power of two of at least 16, not {self.page_size}")
         if self.steps_per_look is not None and self.steps_per_look < 1:
             raise ValueError(f"steps_per_look must be at least 1, not {self.steps_per_look}")
@@ -346,6 +346,8 @@ class FlexEngine:
             self.config.attention_backend, self.device, self.config.decode_kernel_options,
             self.config.prefill_kernel_options, fa4_prefill, self.config.max_batch_size,
         )  # fmt: skip
+        if self.config.page_size is None:
+            self.config = replace(self.config, page_size=self.backend.page_size)
         self.shared_prefix = self.config.shared_prefix and self.backend.reads_shared_pages_once
         self.buckets = decode_buckets(self.config.max_batch_size)
         self.cache = PagedKVCache(

@@ -332,6 +332,7 @@ class AttentionBackend:
     """Attention over packed documents and over pages. `plan` is what all layers of one forward share."""
 
     name: str
+    page_size = 32  # tokens, unless the user says otherwise: of a prompt, whole pages are shared
     reads_shared_pages_once = False  # where `DecodeBatch.shares_pages` says that there may be some
     reason = ""  # why `auto` took it
 
@@ -487,6 +488,7 @@ class FlexAttention(AttentionBackend):
     """flex_attention over block masks: document-causal for packed prompts, and a page list per row for decode."""
 
     name = "flex"
+    page_size = 64  # a block of its masks
 
     def __init__(self, decode_options: dict | None = None, prefill_options: dict | None = None, fa4_prefill: bool = False):
         self.decode_options, self.prefill_options, self.fa4_prefill = decode_options, prefill_options, fa4_prefill
@@ -655,6 +657,7 @@ class TritonAttention(FlexAttention):
     """The paged decode kernel of flex_decode_attention; prefill stays with flex."""
 
     name = "triton"
+    page_size = 32
     reads_shared_pages_once = True
 
     def __init__(self, decode_options: dict | None = None, prefill_options: dict | None = None, fa4_prefill: bool = False):
