@@ -399,6 +399,14 @@ def test_compile_mode_comes_from_the_argument_or_the_environment(monkeypatch):
         FlexMoEInference(tm.qwen3_moe(), compile_walker=True, compile_opts="O9")
 
 
+def test_compile_flags_that_contradict_others_are_refused(tmp_path):
+    flags = ["--model_name=qwen3-moe-tiny", "--load_format=dummy", "--n_prompts=1", f"--stats_path={tmp_path}/stats.json"]
+    with pytest.raises(SystemExit, match="--compile_mode compiles a written walker"):
+        qwen3_moe_flex.main([*flags, "--walker=hf", "--compile_mode=walker"])
+    with pytest.raises(SystemExit, match="--verify_no_drift refreshes the weights, and --compile_opts inference_freeze"):
+        qwen3_moe_flex.main([*flags, "--verify_no_drift", "--compile_mode=walker", "--compile_opts=inference_freeze"])
+
+
 # ---------------------------------------------------------------------------------------------------------- bandwidth's floor
 
 

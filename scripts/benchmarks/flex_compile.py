@@ -76,14 +76,16 @@ class Opaque:
         return self.run(*tensors, *numbers)
 
 
-@torch.library.custom_op("flex_walker::opaque", mutates_args=())
 def _run_opaque(key: int, tensors: Sequence[Tensor | None], numbers: Sequence[float]) -> list[Tensor]:
     return list(_opaque[key].run(*tensors, *numbers))
 
 
-@_run_opaque.register_fake
 def _fake_opaque(key: int, tensors: Sequence[Tensor | None], numbers: Sequence[float]) -> list[Tensor]:
     return list(_opaque[key].fake(*tensors, *numbers))
+
+
+_SCHEMA = "(int key, Tensor?[] tensors, float[] numbers) -> Tensor[]"
+torch.library.custom_op("flex_walker::opaque", _run_opaque, mutates_args=(), schema=_SCHEMA).register_fake(_fake_opaque)
 
 
 # ----------------------------------------------------------------------------------------------------------------- the walker
@@ -120,6 +122,8 @@ class CompiledForward:
             raise ValueError(f"compile_opts must be one of {', '.join(COMPILE_OPTS)}, not {opts!r}")
         self.plain, self.frozen = walker.forward, opts == FREEZE
         self.walker, self.attend = walker, OpaqueAttend(walker)
+        # A walker that is built anew is compiled anew; past dynamo's limit of 8 nothing is compiled without a word.
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
         if self.frozen:
             for weight in walker.weights.tensors:
                 torch._dynamo.mark_static_address(weight)  # what Inductor takes for a constant
