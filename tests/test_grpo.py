@@ -192,7 +192,7 @@ def test_equal_prompts_are_computed_once(tmp_path):
     first, second = encode(trainer, "1 + 3 =", "5 + 5")
     _, completions, logprobs, ids = generation.generate([first] * GENERATIONS + [second] * GENERATIONS, None, GENERATIONS)
     stats = generation.engine.stats()
-    assert stats.prefill_tokens == len(first) + len(second) - 2
+    assert stats.prefill_tokens == len(first) + len(second)
     assert [[token for [token] in tokens] for tokens in ids] == completions
     assert [len(sequence) for sequence in logprobs] == [len(sequence) for sequence in completions]
 
@@ -244,6 +244,55 @@ def test_which_logprobs_go_to_the_correction(tmp_path):
     assert all(abs(ratio - 1) < 1e-3 for ratio in ratios())
     low, high = ratios(correct_truncation=True)
     assert 0 < low < 0.9 and high < 1 + 1e-3  # each token's kept mass
+
+
+MASKED = dict(vllm_importance_sampling_clip_min=0.99, vllm_importance_sampling_clip_max=1.05)
+SAMPLING_METRICS = [f"sampling/{name}" for name in (
+    "sampling_logp_difference/mean", "sampling_logp_difference/max", "importance_sampling_ratio/min", "importance_sampling_ratio/mean",
+    "importance_sampling_ratio/max",
+)]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(vllm_importance_sampling_mode="sequence_mask", **MASKED),
+        dict(vllm_importance_sampling_mode="token_mask", loss_type="vespo", **MASKED),
+        dict(vllm_importance_sampling_mode="token_truncate", beta=0.1),
+        dict(vllm_importance_sampling_mode="sequence_truncate", loss_type="grpo", mask_truncated_completions=True),
+        dict(num_iterations=2),
+        dict(steps_per_generation=4),
+    ],
+    ids=lambda options: " ".join(map(str, options.values())),
+)
+def test_the_correction_needs_no_forward_of_its_own(tmp_path, monkeypatch, options):
+    """Taken in the loss's forward it is what TRL computes beforehand, in training and evaluation; where a rollout outlives an update,
+    it is left to TRL."""
+    dataset = Dataset.from_dict({"prompt": PROMPTS[:2]})
+
+    def run(folder, in_loss: bool):
+        monkeypatch.setattr(flex_trl, "CorrectionInLoss", CORRECTION if in_loss else lambda trainer: None)
+        batches = dict(per_device_train_batch_size=GENERATIONS, gradient_accumulation_steps=2, eval_strategy="steps", eval_steps=2)
+        sampling = dict(temperature=1.2, top_k=5, per_device_eval_batch_size=GENERATIONS)
+        trainer = make_trainer(tmp_path / folder, trainer_options={"eval_dataset": dataset}, **batches | sampling | options)
+        attach_flex_rollouts(trainer, correct_truncation=True)  # ratios that are far from 1
+        forwards = []
+        trainer.model.register_forward_hook(lambda *_: forwards.append(torch.is_grad_enabled()))
+        trainer.train()
+        keys = ["loss", "grad_norm", "reward", *SAMPLING_METRICS]
+        keys += [f"eval_{key}" for key in ("loss", *SAMPLING_METRICS)]
+        return {key: logged(trainer, key) for key in keys}, forwards
+
+    before, forwards_before = run("before", in_loss=False)
+    now, forwards_now = run("now", in_loss=True)
+    for key, values in before.items():
+        assert values and now[key] == pytest.approx(values, rel=1e-3, abs=1e-6), key
+    assert forwards_now.count(True) == forwards_before.count(True)
+    used_up = "num_iterations" not in options and "steps_per_generation" not in options
+    assert (len(forwards_now) < len(forwards_before)) == used_up
+
+
+CORRECTION = flex_trl.CorrectionInLoss
 
 
 def test_a_call_returns_its_own_requests_and_leaves_the_model_as_it_was(tmp_path):
@@ -448,7 +497,8 @@ def test_weights_that_are_not_numbers_are_named(tmp_path):
 
 
 def test_data_parallel_ranks_have_engines_of_their_own(tmp_path):
-    """Two processes over gloo, prompts of uneven lengths: groups span the ranks, noise differs, gradients are shared."""
+    """Two processes over gloo: groups span the ranks, noise differs, gradients are shared, and a rank with more work than the other
+    keeps nobody from going on: no collective is called inside generate."""
     script = tmp_path / "train.py"
     script.write_text(DATA_PARALLEL)
     paths = f"{SCRIPTS}:{os.path.dirname(__file__)}"
@@ -464,6 +514,7 @@ def test_data_parallel_ranks_have_engines_of_their_own(tmp_path):
     assert ranks[0]["completions"] != ranks[1]["completions"]
     assert ranks[0]["weights"] == ranks[1]["weights"]
     assert ranks[0]["difference"] < 1e-4
+    assert ranks[1]["steps"] == 2 * ranks[0]["steps"]
 
 
 DATA_PARALLEL = """
@@ -474,18 +525,30 @@ from test_grpo import LOGP_DIFFERENCE, logged, make_trainer
 from flex_trl import attach_flex_rollouts
 folder = Path(sys.argv[1])
 trainer = make_trainer(folder, prompts=["1 + 1 =", "1 + 2 + 3 + 4 + 5 + 6 =" * 3], per_device_train_batch_size=2)
-generation = attach_flex_rollouts(trainer)
+rank = trainer.accelerator.process_index
+generation = attach_flex_rollouts(trainer, **({"max_batch_size": 1} if rank else {}))
 assert trainer.accelerator.num_processes == 2
-calls, generate = [], generation.generate
-def kept(*args, **kwargs):
-    calls.append(generate(*args, **kwargs))
-    return calls[-1]
-generation.generate = kept
+calls, generate = [], generation.engine.generate
+def alone(*args, **kwargs):
+    collectives = {name: getattr(torch.distributed, name) for name in
+                   ("all_reduce", "all_gather", "all_gather_object", "all_gather_into_tensor", "broadcast", "broadcast_object_list", "barrier")}
+    def refuse(*args, **kwargs):
+        raise AssertionError("a collective inside generate")
+    for name in collectives:
+        setattr(torch.distributed, name, refuse)
+    try:
+        calls.append(generate(*args, **kwargs))
+        return calls[-1]
+    finally:
+        for name, function in collectives.items():
+            setattr(torch.distributed, name, function)
+generation.engine.generate = alone
 trainer.train()
 weights = sum(p.double().abs().sum().item() for p in trainer.model.parameters() if p.requires_grad)
 differences = logged(trainer, LOGP_DIFFERENCE)
-folder.joinpath(f"rank{trainer.accelerator.process_index}.json").write_text(json.dumps({
-    "prompt": calls[0][0][0], "completions": calls[0][1], "weights": weights, "difference": max(differences),
+folder.joinpath(f"rank{rank}.json").write_text(json.dumps({
+    "prompt": calls[0][0].prompt_token_ids, "completions": [o.outputs[0].token_ids for o in calls[0]], "weights": weights,
+    "difference": max(differences), "steps": generation.engine.stats().decode_steps,
 }))
 """
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import random
 import time
 from collections.abc import Sequence
@@ -75,6 +76,8 @@ def attach_flex_rollouts(
     generation = FlexGeneration(trainer, engine, correct_truncation, sleep)
     trainer.vllm_generation, trainer.use_vllm, trainer.vllm_mode = generation, True, "colocate"
     trainer.add_callback(SyncFirst(trainer))
+    if trainer.vllm_importance_sampling_correction and trains_once_on_each_rollout(trainer):
+        CorrectionInLoss(trainer)
     return generation
 
 
@@ -166,6 +169,82 @@ class SyncFirst(TrainerCallback):
 
     def on_train_end(self, args, state, control, **kwargs) -> None:
         self.forget()
+
+
+class CorrectionInLoss:
+    """TRL's importance-sampling correction without a forward of its own.
+
+    TRL computes the trainer's log-probabilities of a rollout before its first update, for the ratio p_trainer / p_sampler. Where the
+    rollout is used up before the weights change, the loss's own forward computes the same ones, so the ratio is taken there, and
+    TRL is told at the rollout that there is nothing to correct. Ratio, clipping and metrics are as in TRL.
+    """
+
+    def __init__(self, trainer: GRPOTrainer):
+        self.trainer = trainer
+        self.inputs: dict | None = None  # of the loss that is being computed
+        self.seen: list[tuple[torch.Tensor, torch.Tensor]] = []  # (|difference|, ratio) of each micro-batch of this update
+        self.score, self.loss = trainer._generate_and_score_completions, trainer._compute_loss
+        self.logprobs = trainer._get_per_token_logps_and_entropies
+        trainer._generate_and_score_completions, trainer._compute_loss = self.score_uncorrected, self.corrected_loss
+        trainer._get_per_token_logps_and_entropies = self.logprobs_and_ratio
+
+    def score_uncorrected(self, inputs):
+        self.trainer.vllm_importance_sampling_correction = False
+        try:
+            return self.score(inputs)
+        finally:
+            self.trainer.vllm_importance_sampling_correction = True
+
+    def corrected_loss(self, model, inputs):
+        self.inputs = dict(inputs)
+        try:
+            return self.loss(model, self.inputs)
+        finally:
+            self.inputs = None
+
+    def logprobs_and_ratio(self, *args, **kwargs):
+        result = self.logprobs(*args, **kwargs)
+        if self.inputs is not None:
+            self.inputs["importance_sampling_ratio"] = self.ratio(result[0].detach(), self.inputs)
+        return result
+
+    def ratio(self, logprobs_BT: torch.Tensor, inputs: dict) -> torch.Tensor:
+        """`[B, T]`, or `[B, 1]` in TRL's sequence modes."""
+        trainer, mask_BT = self.trainer, inputs["completion_mask"]
+        if "tool_mask" in inputs:
+            mask_BT = mask_BT * inputs["tool_mask"]
+        difference_BT = (logprobs_BT - inputs["sampling_per_token_logps"]) * mask_BT
+        level, _, limit = trainer.vllm_importance_sampling_mode.partition("_")
+        ratio = (difference_BT.sum(-1, keepdim=True) if level == "sequence" else difference_BT).exp()
+        low, high = trainer.vllm_importance_sampling_clip_min, trainer.vllm_importance_sampling_clip_max
+        low, high = -math.inf if low is None else low, math.inf if high is None else high
+        ratio = ratio.clamp(low, high) if limit == "truncate" else ratio.masked_fill((ratio < low) | (ratio > high), 0.0)
+        self.seen.append((difference_BT.abs()[mask_BT.bool()], ratio.flatten() if level == "sequence" else ratio[mask_BT.bool()]))
+        if trainer.accelerator.sync_gradients:
+            self.log()
+        return ratio
+
+    def log(self) -> None:
+        """What TRL logs of a rollout, over all micro-batches and ranks."""
+        trainer, (difference, ratio) = self.trainer, map(torch.cat, zip(*self.seen))
+        self.seen = []
+        if difference.numel() == 0:  # every completion was masked as truncated
+            difference = difference.new_zeros(1)
+            ratio = ratio if ratio.numel() else ratio.new_zeros(1)
+        own = torch.stack([difference.mean(), difference.max(), ratio.min(), ratio.mean(), ratio.max()])
+        means, maxima, least, ratios, largest = trainer.accelerator.gather(own[None]).float().unbind(1)
+        metrics = trainer._metrics["train" if trainer.model.training else "eval"]
+        for name, value in {
+            "sampling_logp_difference/mean": means.mean(), "sampling_logp_difference/max": maxima.max(),
+            "importance_sampling_ratio/min": least.min(), "importance_sampling_ratio/mean": ratios.mean(),
+            "importance_sampling_ratio/max": largest.max(),
+        }.items():  # fmt: skip
+            metrics[f"sampling/{name}"].append(value.item())
+
+
+def trains_once_on_each_rollout(trainer: GRPOTrainer) -> bool:
+    """Whether every rollout is used up within one optimizer step: TRL's own condition for leaving old log-probabilities out."""
+    return trainer.args.gradient_accumulation_steps % (trainer.args.steps_per_generation * trainer.num_iterations) == 0
 
 
 # ------------------------------------------------------------------------------------------------------------ what attaches

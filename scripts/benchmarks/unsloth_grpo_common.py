@@ -145,7 +145,7 @@ def build_grpo_parser(
 def add_correction_argument(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--importance_sampling", action=argparse.BooleanOptionalAction, default=True,
-        help="correct for the sampler's log-probabilities and log how far they are off: one more forward over all completions",
+        help="correct for the sampler's log-probabilities and log how far they are off",
     )  # fmt: skip
 
 
