@@ -325,7 +325,8 @@ class Adapters:
     """Builds the projections of a model that PEFT may have adapted, and brings them up to date.
 
     `mode` is "merged" or "active"; None takes merged, or active where that can't be: over a 4-bit base, and over experts whose
-    second copy would pass MAX_MERGED_EXPERTS_GB. Several active adapters are summed. Made anew when `changed()`: another adapter, other layers, adapters switched on or off.
+    second copy would pass MAX_MERGED_EXPERTS_GB. Several active adapters are summed. Made anew when `changed()`: another adapter,
+    other layers, adapters switched on or off.
     """
 
     def __init__(self, model: nn.Module, weights: SharedWeights, mode: str | None = None):
