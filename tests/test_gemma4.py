@@ -335,7 +335,7 @@ def test_completions_share_prompt_pages(model, prompts, expected):
     engine = make_engine(Gemma4Walker(model))
     greedy_three = dataclasses.replace(GREEDY, n=3)
     assert tokens_of(engine, prompts[5:], greedy_three) == [tokens for tokens in expected[5:] for _ in range(3)]
-    assert engine.stats().prefill_tokens == 69 + 129
+    assert engine.stats().prefill_tokens == 70 + 130
     sampled = SamplingParams(max_tokens=NEW, seed=3, n=4)
     first = tokens_of(engine, prompts[5:], sampled)
     assert len(set(map(tuple, first))) == 8
@@ -355,7 +355,7 @@ def test_padded_rows_write_only_to_page_0(model, prompts):
         pages, old_pages = (x.unflatten(2, (-1, PAGE)) for x in (layer, old))
         assert torch.equal(pages[:, :, untouched], old_pages[:, :, untouched])
         changed = (pages[:, :, 0] != old_pages[:, :, 0]).any((0, 1, 3))
-        assert changed.tolist() == [True] + [False] * (PAGE - 1)
+        assert set(changed.nonzero().flatten().tolist()) == {0, *((len(prompt) - 1) % PAGE for prompt in prompts[:3])}
 
 
 # -------------------------------------------------------------------------------------------------- the shell, and the trainer

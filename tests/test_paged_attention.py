@@ -119,7 +119,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(length=st.integers(1, 60), max_tokens=st.integers(1, 36), n=st.integers(1, 5))
     def submit(self, length, max_tokens, n):
         prompt = self.tokens(length)
-        prefix = Prefix(prompt[:-1], pending=n)
+        prefix = Prefix(prompt, pending=n)
         params = SamplingParams(max_tokens=max_tokens)
         self.scheduler.waiting.extend(Sequence(0, index, prompt, params, 0, [], max_tokens, prefix) for index in range(n))
 
@@ -143,9 +143,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             count = 1 if sequence.slot in stops else min(steps, sequence.remaining)
             for _ in range(count):
                 position = sequence.length - 1
-                page = sequence.pages[position // PAGE]
-                assert self.cache.pages.references[page] == 1, "a shared page is written"
-                self.pool[page * PAGE + position % PAGE] = sequence.last_token
+                if position >= len(sequence.prefix.token_ids):
+                    page = sequence.pages[position // PAGE]
+                    assert self.cache.pages.references[page] == 1, "a shared page is written"
+                    self.pool[page * PAGE + position % PAGE] = sequence.last_token
                 sequence.token_ids += self.tokens(1)
             if sequence.slot in stops or sequence.remaining == 0:
                 self.scheduler.finish(sequence)

@@ -7,10 +7,11 @@ How one `generate` call runs:
 
     admit ──► prefill ──► decode window ──► look ──► (refill) admit ...
               K, V of     `steps_per_look`  tokens, stops,
-              prompt[:-1] graph replays     pages given back
+              the prompt  graph replays     pages given back
 
-* A prefill only fills the cache: the prompt's last token is the first decode row of each of its completions, so sampling
-  lives in one place, a prompt is computed once for its n completions, and they share its full pages.
+* A prefill only fills the cache: the prompt's last token is the first decode row of each of its completions (which writes no
+  keys, for they are there), so sampling lives in one place, a prompt is computed once for its n completions, and they share its
+  full pages.
 * A decode step runs from token id to next token id on the device. The host looks every few steps; a row that has ended in
   between stands still, rewriting its own last key and value.
 * When pages run out the newest sequence goes back to the queue. Its noise depends on (seed, position, token) alone, so it
@@ -316,7 +317,8 @@ class DecodeState:
             params, position = sequence.params, sequence.length - 1
             stops = sequence.stop_ids + [-1] * (self.STOP_IDS - len(sequence.stop_ids))
             last_position = position + sequence.remaining - 1
-            ints.append([sequence.last_token, position, last_position, sequence.seed, params.top_k, 0, *stops])
+            first_own = len(sequence.prefix.token_ids)  # the prefill has written what comes before, some of it into shared pages
+            ints.append([sequence.last_token, position, last_position, sequence.seed, params.top_k, 0, first_own, *stops])
             floats.append([params.temperature, params.top_p, params.min_p])
         slots = torch.tensor([sequence.slot for sequence in sequences], device=self.ints.device)
         self.ints[slots] = torch.tensor(ints, dtype=torch.int64, device=self.ints.device)
@@ -519,7 +521,7 @@ class FlexEngine:
                 continue
             prompt = request.prompt_token_ids
             group = groups.setdefault(tuple(prompt), [])
-            prefix = group[0].prefix if group else Prefix(prompt[:-1])
+            prefix = group[0].prefix if group else Prefix(prompt)
             seed = secrets.randbits(62) if p.seed is None else p.seed
             for index in range(p.n):
                 own_seed = completion_seed(seed, prompt, len(group))
@@ -933,7 +935,7 @@ class Scheduler:
     def preempt(self, sequence: Sequence) -> None:
         """Back to the head of the queue; what it has generated becomes part of its prefix."""
         self._vacate(sequence)
-        sequence.prefix = Prefix((sequence.prompt + sequence.token_ids)[:-1], pending=1)
+        sequence.prefix = Prefix(sequence.prompt + sequence.token_ids, pending=1)
         self.waiting.appendleft(sequence)
         self.preemptions += 1
 

@@ -458,7 +458,7 @@ def qk_norm_rope_store_triton(
 class SlotColumn:
     """Columns of the slots' integer state [slots, FIRST_STOP + stop ids], and what the rings mean by a negative token."""
 
-    TOKEN, POSITION, LAST_POSITION, SEED, TOP_K, ENDED, FIRST_STOP = range(7)
+    TOKEN, POSITION, LAST_POSITION, SEED, TOP_K, ENDED, FIRST_OWN, FIRST_STOP = range(8)
     NO_TOKEN = -2  # a row that had ended before this step; the sampler's -1 means NaN
 
 
@@ -469,7 +469,7 @@ class DecodeRows:
     tokens_B: Tensor  # int64, the last token of each row
     positions_B: Tensor  # int64, where it stands
     lengths_B: Tensor  # int32, keys the row sees: position + 1
-    token_slots_B: Tensor  # int64, where its key and value go in the pool
+    token_slots_B: Tensor  # int64, where its key and value go in the pool: into padding (page 0) before position FIRST_OWN
     page_table_BP: Tensor  # int32
     seeds_B: Tensor  # int64
     top_k_B: Tensor  # int32
@@ -492,6 +492,7 @@ def gather_rows_reference(row_slot_B, ints, floats, page_table, page_size) -> De
     ints_BC, page_table_BP = ints[row_slot_B], page_table[row_slot_B]
     positions_B = ints_BC[:, SlotColumn.POSITION].contiguous()
     pages_B = page_table_BP.gather(1, (positions_B // page_size)[:, None])[:, 0].long()
+    pages_B = pages_B.where(positions_B >= ints_BC[:, SlotColumn.FIRST_OWN], 0)
     return DecodeRows(
         ints_BC[:, SlotColumn.TOKEN].contiguous(), positions_B, (positions_B + 1).int(),
         pages_B * page_size + positions_B % page_size, page_table_BP, ints_BC[:, SlotColumn.SEED].contiguous(),
@@ -512,6 +513,7 @@ def _gather_rows_kernel(
     table_ptr += slot * table_stride
     position = tl.load(ints_ptr + 1)
     page = tl.load(table_ptr + position // PAGE_SIZE).to(tl.int64)
+    page = tl.where(position >= tl.load(ints_ptr + 6), page, 0)
     tl.store(longs_ptr + row, tl.load(ints_ptr))
     tl.store(longs_ptr + B + row, position)
     tl.store(longs_ptr + 2 * B + row, page * PAGE_SIZE + position % PAGE_SIZE)
@@ -587,7 +589,7 @@ def _advance_rows_kernel(
     last = tl.load(state_ptrs + 2, mask=mask, other=0)
     had_ended = tl.load(state_ptrs + 5, mask=mask, other=1) != 0
     ended = had_ended | (position >= last) | (token < 0)
-    for i in tl.static_range(6, COLUMNS):
+    for i in tl.static_range(7, COLUMNS):
         ended = ended | (token == tl.load(state_ptrs + i, mask=mask, other=-1))
     tl.store(ring_tokens_ptr + step * ring_rows + rows, tl.where(had_ended, -2, token), mask=mask)
     logprobs_ptrs = ring_logprobs_ptr + step * 2 * ring_rows + rows
