@@ -779,3 +779,15 @@ def test_merge_low_rank(interpreter, base_dtype, adapter_dtype):
     for actual, reference in zip(outs, expected):
         tolerance = 1e-4 if base_dtype == torch.float32 else 0.02
         torch.testing.assert_close(actual, reference, atol=tolerance, rtol=tolerance)
+
+
+def test_cycles_of_training_and_refresh_leave_the_base_alone(tmp_path, capsys):
+    """The script: bfloat16 weights that a first update hardly reaches through a merge, and a base with the bits it had."""
+    import lora_cycles
+
+    flags = ["--load_format", "dummy", "--model_name", "gemma-4-tiny", "--dtype", "bfloat16", "--cycles", "10", "--batch_size", "2"]
+    flags += ["--max_new_tokens", "4", "--prompt_tokens", "8", "--rank", "4", "--learning_rate", "1e-5", "--json", str(tmp_path / "x.json")]
+    assert lora_cycles.main(flags) == 0
+    report = json.loads((tmp_path / "x.json").read_text())
+    assert report["base_unchanged"] and report["merge_keeps"]["1"] < report["merge_keeps"]["10"] < 1
+    assert set(report["logprob_errors"]) == {"hf_generate", "merged", "active"} and "bit by bit" in capsys.readouterr().out
