@@ -588,3 +588,11 @@ def test_rows_that_have_ended_stand_still():
     assert state.ints[0, SlotColumn.POSITION] == 0
     advance_rows(rows, state.ints, state.step, state.ring_tokens, state.ring_logprobs, tokens, *torch.zeros(2, 5))
     assert state.ring_tokens[1].tolist() == [5, *[SlotColumn.NO_TOKEN] * 4]
+
+
+def test_chosen_buckets(model, prompts, expected):
+    engine = make_engine(model, max_batch_size=6, decode_buckets=[6, 3])
+    assert engine.buckets == [3, 6] and tokens_of(engine.generate(prompts, greedy())) == expected
+    for buckets in ([], [1, 6], [3]):
+        with pytest.raises(ValueError, match="decode_buckets must be"):
+            EngineConfig(max_batch_size=6, decode_buckets=buckets)

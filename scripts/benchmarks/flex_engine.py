@@ -208,6 +208,7 @@ class EngineConfig:
     capture_cudagraph: bool | None = None  # None: on a GPU
     steps_per_look: int | None = None  # None: 8 on a GPU, 1 on a CPU
     overlap_looks: bool | None = None  # the GPU runs the next steps while the host looks at the last; None: on a GPU
+    decode_buckets: list[int] | None = None  # row counts with a graph of their own; None: finely spaced ones
     attention_backend: str = "auto"
     decode_kernel_options: dict | None = None
     prefill_kernel_options: dict | None = None
@@ -222,6 +223,10 @@ class EngineConfig:
             raise ValueError(f"page_size must be a power of two of at least 16, not {self.page_size}")
         if self.steps_per_look is not None and self.steps_per_look < 1:
             raise ValueError(f"steps_per_look must be at least 1, not {self.steps_per_look}")
+        if self.decode_buckets is not None:
+            self.decode_buckets = sorted(set(self.decode_buckets))
+            if not self.decode_buckets or self.decode_buckets[0] < 2 or self.decode_buckets[-1] != max(2, self.max_batch_size):
+                raise ValueError(f"decode_buckets must be 2 or more each and end with max_batch_size, not {self.decode_buckets}")
 
 
 @dataclass
@@ -351,7 +356,7 @@ class FlexEngine:
         if self.config.page_size is None:
             self.config = replace(self.config, page_size=self.backend.page_size)
         self.shared_prefix = self.config.shared_prefix and self.backend.reads_shared_pages_once
-        self.buckets = decode_buckets(self.config.max_batch_size)
+        self.buckets = self.config.decode_buckets or decode_buckets(self.config.max_batch_size)
         self.cache = PagedKVCache(
             walker.specs, self._num_pages(), self.config.page_size, self.config.max_batch_size,
             self.config.max_seq_len, walker.dtype, self.device,
