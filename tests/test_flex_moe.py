@@ -208,6 +208,22 @@ def test_refresh_keeps_addresses_and_follows_the_adapter(mode):
     assert_serves(engine, adapted)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("compiled", [False, True], ids=["plain", "compiled"])
+@pytest.mark.parametrize("mode", MODES)
+def test_captured_graphs_follow_a_refresh(mode, compiled):
+    adapted = adapt(tm.qwen3_moe(hidden_size=128, moe_intermediate_size=64, intermediate_size=128).to("cuda", torch.bfloat16))
+    engine = engine_of(adapted, lora_mode=mode, compile_walker=compiled)
+    assert engine.use_graphs
+    before = greedy(engine)
+    for _, parameter, _ in flex_lora.active_tensors(adapted):
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    engine.refresh_lora()
+    after = greedy(engine)
+    assert after != before
+    assert after == greedy(engine_of(adapted, lora_mode=mode, compile_walker=compiled))
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_nothing_drifts(mode):
     report = lc.verify_no_drift(engine_of(adapt(tm.qwen3_moe()), lora_mode=mode), cycles=3, max_tokens=8)
@@ -329,6 +345,15 @@ PER_EXPERT = {
     "alpha pattern": ({}, dict(alpha_pattern={"up_proj": 2}), lambda path, rank: (2 if path.endswith("up_proj") else 8) / rank),
     "all-linear": ({}, dict(target_modules="all-linear"), plain_scaling),
 }
+
+
+@pytest.mark.parametrize("prefix", ["", "model.", "base_model.model.base_model.model.model."])
+def test_adapters_of_single_experts_under_other_prefixes(prefix, tmp_path):
+    tensors = per_expert_adapter(tmp_path)
+    renamed = {prefix + name.removeprefix("base_model.model.model."): tensor for name, tensor in tensors.items()}
+    save_file(renamed, tmp_path / "adapter_model.safetensors")
+    loaded = la.load_adapter(tm.qwen3_moe(), tmp_path)
+    torch.testing.assert_close(trainer_logits(loaded), trainer_logits(merged_by_hand(tensors, plain_scaling)), **NEAR)
 
 
 @pytest.mark.parametrize("case", PER_EXPERT)

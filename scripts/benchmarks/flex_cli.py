@@ -64,7 +64,7 @@ from flex_weights import unwrapped
 from lora_adapters import add_lora_arguments, attach_adapter, check_lora_arguments
 from lora_checks import verify_no_drift
 from flex_profile import copy_bandwidth, decode_step_bytes, expert_reads_of, format_profile, plot_profile, profile_decode_step
-from prompts import WORD_PROBLEMS, Prompt, RawPrompt, choose_template, parse_answer, read_prompts_file, render
+from prompts import WORD_PROBLEMS, Prompt, RawPrompt, choose_template, is_right, read_prompts_file, render
 
 EMBEDDED, EMBEDDED_TEMPERATURE = "embedded", 0.2
 MODEL_CONFIGS = Path(__file__).parent / "model_configs"
@@ -207,8 +207,12 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         "--steps_per_look",
         metavar="N",
         type=integer(1),
-        help="decode steps between two looks of the host (default: 16, on a CPU 1)",
+        help="decode steps between two looks of the host (default: 8, on a CPU 1)",
     )
+    group.add_argument(
+        "--decode_buckets", metavar="N", type=integer(2), nargs="+",
+        help="row counts with a CUDA graph of their own, the last that of --max_batch_size (default: finely spaced ones)",
+    )  # fmt: skip
     group.add_argument(
         "--attention_backend", choices=("auto", "flex", "triton", "sdpa"), default="auto", help="auto: what measured fastest, on a CPU sdpa"
     )
@@ -343,6 +347,7 @@ def engine_config(args: argparse.Namespace, prompts: list[Prompt], model_config:
         prefill_token_budget=args.prefill_token_budget,
         capture_cudagraph=args.capture_cudagraph,
         steps_per_look=args.steps_per_look,
+        decode_buckets=args.decode_buckets,
         attention_backend=args.attention_backend,
         decode_kernel_options=args.decode_kernel_options,
         prefill_kernel_options=args.prefill_kernel_options,
@@ -888,7 +893,7 @@ def judge(index: int, prompt: Prompt, completion: CompletionOutput) -> SampleCom
         finish_reason=completion.finish_reason,
         tokens=len(completion.token_ids),
         mean_logprob=statistics.mean(completion.logprobs),
-        correct=None if prompt.answer is None else parse_answer(completion.text) == prompt.answer,
+        correct=None if prompt.answer is None else is_right(completion.text, prompt.answer),
     )
 
 
@@ -918,6 +923,8 @@ def print_report(stats: RunStats) -> None:
     }
     if stats.bandwidth_floor_percent is not None:
         rows["bandwidth"] = f"{stats.achieved_tb_per_second:.2f} TB/s, {stats.bandwidth_floor_percent:.0f} % of the floor's"
+        if stats.expert_bytes_per_step:
+            rows["bandwidth"] += f"; of experts, {stats.expert_bytes_per_step / 1e9:.2f} GB are hit in a step"
     if stats.accuracy is not None:
         rows["right answers"] = f"{stats.accuracy:.0%} in the last round"
     print()

@@ -9,6 +9,7 @@ import argparse
 import math
 import re
 import warnings
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -154,14 +155,14 @@ def load_adapter(model: nn.Module, path: str | Path, adapter_name: str = "defaul
         if stacks:  # PEFT looks for the patterns among the modules alone
             warnings.filterwarnings("ignore", ".*_pattern keys did not match any targeted module", RuntimeWarning)
         adapted = get_peft_model(model, config, adapter_name)
-    for name, wrapper in adapted.named_modules():
-        stack = stacks.get((unwrapped_name(name), target_of(wrapper)))
-        if stack is not None:
-            saved |= stack.tensors(name)
     expected = get_peft_model_state_dict(adapted, adapter_name=adapter_name, save_embedding_layers=False)
     # An embedding that is a target is saved with its base weight, under the model's own name.
     places = expected.keys() | {name for name in adapted.state_dict() if name.endswith("base_layer.weight")}
     state = _with_peft_prefix(saved, places)
+    for name, wrapper in adapted.named_modules():
+        stack = stacks.get((unwrapped_name(name), target_of(wrapper)))
+        if stack is not None:
+            state |= stack.tensors(name)
     left_over, missing = sorted(state.keys() - places), sorted(expected.keys() - state.keys())
     if left_over or missing:
         problems = ((left_over, "has no place in the model"), (missing, "is not in the file"))
@@ -172,27 +173,33 @@ def load_adapter(model: nn.Module, path: str | Path, adapter_name: str = "defaul
 
 @dataclass
 class ExpertStack:
-    """Adapters of the single experts of one stack, as they come to lie in PEFT's one layer for it."""
+    """Adapters of the single experts of one stack `[E, rows, columns]`, as they come to lie in PEFT's one layer for it."""
 
     num_experts: int
     rows: int
     columns: int
-    rank: int = 0
-    scaling: float = 0.0
-    members: list[tuple[int, int, int, Tensor, Tensor]] = field(default_factory=list)  # expert, first row and rank, A, scaled B
+    scaling: float = 0.0  # of the stack: that of its first member
+    members: list[tuple[int, int, Tensor, Tensor]] = field(default_factory=list)  # expert, first row, A, B with its own scaling
+
+    @property
+    def rank(self) -> int:
+        """An expert's members lie side by side in it."""
+        return max(Counter(expert for expert, _, a_RK, _ in self.members for _ in a_RK).values())
 
     def tensors(self, name: str) -> dict[str, Tensor]:
         """A `[E * rank, columns]`, expert-major, and B `[rows, rank * E]`; what no member fills is zero."""
-        a = self.members[0][3]
-        a_ERK, b_ENR = a.new_zeros(self.num_experts, self.rank, self.columns), a.new_zeros(self.num_experts, self.rows, self.rank)
-        for expert, row, first, a_RK, b_NR in self.members:
-            ranks = slice(first, first + len(a_RK))
+        like, taken = self.members[0][2], Counter()
+        a_ERK = like.new_zeros(self.num_experts, self.rank, self.columns)
+        b_ENR = like.new_zeros(self.num_experts, self.rows, self.rank)
+        for expert, row, a_RK, b_NR in self.members:
+            ranks = slice(taken[expert], taken[expert] + len(a_RK))
+            taken[expert] += len(a_RK)
             a_ERK[expert, ranks] = a_RK
             b_ENR[expert, row : row + len(b_NR), ranks] = b_NR / self.scaling
         return {f"{name}.lora_A.weight": a_ERK.flatten(0, 1), f"{name}.lora_B.weight": b_ENR.permute(1, 2, 0).flatten(1)}
 
 
-EXPERT_TENSOR = re.compile(r"(?P<layer>(?:.*\.)?experts)\.(?P<expert>\d+)\.(?P<projection>\w+_proj)\.lora_A\.(?:\w+\.)?weight")
+EXPERT_TENSOR = re.compile(r"(?P<layer>(?:.*\.)?experts)\.(?P<expert>\d+)\.(?P<projection>\w+)\.lora_A\.(?:\w+\.)?weight")
 
 
 def collect_experts(saved: dict[str, Tensor], model: nn.Module, config: PeftConfig) -> dict[tuple[str, str], ExpertStack]:
@@ -200,41 +207,38 @@ def collect_experts(saved: dict[str, Tensor], model: nn.Module, config: PeftConf
     part of. Gate and up lie in one stack: a rank for each of the two, B block by block. Raises ValueError naming a tensor."""
     from peft.utils.other import get_pattern_key
 
-    def scaling(name: str, rank: int) -> float:
-        alpha = config.alpha_pattern.get(get_pattern_key(config.alpha_pattern, name), config.lora_alpha)
-        return alpha / (math.sqrt(rank) if config.use_rslora else rank)
-
     found = [match for match in map(EXPERT_TENSOR.fullmatch, list(saved)) if match]
     if not found:
         return {}
     modules = dict(model.named_modules())
+
+    def known(name: str) -> str | None:
+        """The module that a file means, whatever stands before its name, there or here."""
+        return next((own for own in modules if f".{name}".endswith(f".{own}") or own.endswith(f".{name}")), None)
+
+    layers = {name: known(name) for name in {match["layer"] for match in found}}
     stacks: dict[tuple[str, str], ExpertStack] = {}
-    ranks: dict[tuple[str, str, int], int] = {}  # taken so far of each expert
     for match in found:
-        name, expert, projection = match.string, int(match["expert"]), match["projection"]
-        layer = next((known for known in modules if match["layer"] == known or match["layer"].endswith("." + known)), None)
+        name, layer, expert, projection = match.string, layers[match["layer"]], int(match["expert"]), match["projection"]
         parameter = "down_proj" if projection == "down_proj" else "gate_up_proj"
-        stack_parameter = getattr(modules.get(layer), parameter, None)
+        weight = getattr(modules.get(layer), parameter, None)
         partner = name.replace(".lora_A.", ".lora_B.")
-        if projection not in MLP_TARGETS or stack_parameter is None or expert >= len(stack_parameter):
+        if projection not in MLP_TARGETS or weight is None or expert >= len(weight):
             raise ValueError(f"{name} has no place in the model")
         if partner not in saved:
             raise ValueError(f"{partner} is not in the file")
         a_RK, b_NR = saved.pop(name), saved.pop(partner)
-        stack = stacks.setdefault((layer, parameter), ExpertStack(*stack_parameter.shape))
-        own_rows = stack.rows // 2 if parameter == "gate_up_proj" else stack.rows
-        if a_RK.shape[1] != stack.columns or b_NR.shape != (own_rows, len(a_RK)):
-            raise ValueError(f"{name}: shapes {tuple(a_RK.shape)} and {tuple(b_NR.shape)} do not fit {own_rows} x {stack.columns}")
-        first = ranks.get((layer, parameter, expert), 0)
-        stack.rank = max(stack.rank, first + len(a_RK))
-        ranks[layer, parameter, expert] = first + len(a_RK)
-        own_scaling = scaling(f"{layer}.{expert}.{projection}", len(a_RK))
-        stack.scaling = stack.scaling or own_scaling
-        stack.members.append((expert, own_rows if projection == "up_proj" else 0, first, a_RK, own_scaling * b_NR))
+        _, rows, columns = weight.shape
+        own_rows = rows if projection == "down_proj" else rows // 2
+        if a_RK.shape[1] != columns or b_NR.shape != (own_rows, len(a_RK)):
+            raise ValueError(f"{name}: shapes {tuple(a_RK.shape)} and {tuple(b_NR.shape)} do not fit {own_rows} x {columns}")
+        pattern = get_pattern_key(config.alpha_pattern, f"{layer}.{expert}.{projection}")
+        alpha = config.alpha_pattern.get(pattern, config.lora_alpha)
+        scaling = alpha / (math.sqrt(len(a_RK)) if config.use_rslora else len(a_RK))
+        stack = stacks.setdefault((layer, parameter), ExpertStack(*weight.shape, scaling))
+        stack.members.append((expert, own_rows if projection == "up_proj" else 0, a_RK, scaling * b_NR))
     others = {name.split(".lora_")[0] for name in saved if ".lora_" in name}
-    config.target_modules = {
-        known for known, module in modules.items() if known and any(f".{other}".endswith(f".{known}") for other in others)
-    }
+    config.target_modules = {own for own in map(known, others) if own is not None}
     config.target_parameters = {f"{layer}.{parameter}" for layer, parameter in stacks}
     for (layer, parameter), stack in stacks.items():
         pattern = re.escape(f"{layer}.{parameter}")
