@@ -2,7 +2,7 @@
 
     python tests/flex_moe_parity.py --load_format dummy                      # all layers at 30B-A3B's shapes, random weights
     FLEX_MOE_COMPILE_WALKER=1 python tests/flex_moe_parity.py --load_format dummy --load_in_4bit
-    python tests/flex_moe_parity.py                                          # random weights of a tiny model where there is no GPU
+    python tests/flex_moe_parity.py                                          # random weights of a tiny model without GPU or hub
 
 transformers runs on the very weights that the engine reads, in 16 bits and, module by module, in fp32; 4-bit weights as the values
 that they stand for. Each greedy token of the engine must lie within twice transformers' own rounding error of the largest fp32 logit,
@@ -41,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
             raise ValueError("adapters are verified by verify_qwen3_moe_numerics.py; this script compares the base model")
     except ValueError as error:
         fail(str(error))
-    resolve_model_name(args)
+    resolve_model_name(args, small_without_hub=True)
     torch.set_float32_matmul_precision("highest")  # no TF32 in the reference
     model, tokenizer = load_untied(args) if args.load_format == "dummy" else load_layers(args)
     raw = [RawPrompt("built-in", *WORD_PROBLEMS[index % len(WORD_PROBLEMS)]) for index in range(args.n_prompts)]

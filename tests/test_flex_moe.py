@@ -1,5 +1,6 @@
 """Qwen3-MoE in the engine: the walker, its compiled form, and LoRA on experts, against Hugging Face on tiny models."""
 
+import argparse
 import importlib.util
 import json
 import math
@@ -12,6 +13,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 
+import flex_cli
 import flex_lora
 import flex_moe
 import flex_moe_bench
@@ -573,6 +575,16 @@ def test_parity_fails_where_the_engine_computes_something_else(monkeypatch):
     monkeypatch.setattr(qwen3_moe_flex, "route", lambda logits_TE, top_k, normalize: flex_moe.route(logits_TE, top_k, not normalize))
     for dtype in ("float32", "bfloat16"):
         assert flex_moe_parity.main(["--model_name=qwen3-moe-tiny", "--load_format=dummy", f"--dtype={dtype}"]) == 1
+
+
+def test_verification_takes_the_tiny_model_without_a_hub(monkeypatch, capsys):
+    args = argparse.Namespace(model_name=None, default_model="nobody/has-this", cpu_model="qwen3-moe-tiny", load_format="auto")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    flex_cli.resolve_model_name(copy := argparse.Namespace(**vars(args)))
+    assert (copy.model_name, copy.load_format) == ("nobody/has-this", "auto")  # an inference script would say that it can't be had
+    flex_cli.resolve_model_name(args, small_without_hub=True)
+    assert (args.model_name, args.load_format) == ("qwen3-moe-tiny", "dummy")
+    assert "The model hub can't be reached: using random weights of qwen3-moe-tiny" in capsys.readouterr().err
 
 
 def test_verification_of_the_first_layers(capsys):

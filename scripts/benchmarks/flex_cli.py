@@ -31,7 +31,7 @@ from typing import NoReturn
 import httpx
 import torch
 import transformers
-from huggingface_hub import constants as hub
+from huggingface_hub import constants as hub, try_to_load_from_cache
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import nn
 from transformers import (
@@ -302,18 +302,23 @@ def json_object(text: str) -> dict:
     return value
 
 
-def resolve_model_name(args: argparse.Namespace) -> None:
-    """Without --model_name: the script's default, or its small one where a hub model would run on a CPU. The temperature
-    follows: at 1 a model as small as the embedded one does not make sense."""
+def resolve_model_name(args: argparse.Namespace, small_without_hub: bool = False) -> None:
+    """Without --model_name: the script's default, or its small one where a hub model would run on a CPU, or (`small_without_hub`)
+    can't be had. The temperature follows: at 1 a model as small as the embedded one does not make sense."""
     if args.model_name is None:
         args.model_name = args.default_model
+        reason = None
         if args.load_format == "auto" and not torch.cuda.is_available():
+            reason = "No CUDA GPU"
+        elif args.load_format == "auto" and small_without_hub and not is_cached(args.default_model) and not hub_reachable():
+            reason = "The model hub can't be reached"
+        if reason is not None:
             args.model_name = args.cpu_model
             if args.cpu_model == EMBEDDED:
                 small = "the embedded model, SmolLM2-135M-Instruct,"
             else:
                 small, args.load_format = f"random weights of {args.cpu_model}", "dummy"
-            note(f"No CUDA GPU: using {small} instead of {args.default_model}.")
+            note(f"{reason}: using {small} instead of {args.default_model}.")
     if "temperature" in args and args.temperature is None:
         args.temperature = EMBEDDED_TEMPERATURE if args.model_name == EMBEDDED else 1.0
 
@@ -410,6 +415,11 @@ def load_pretrained(
             "--model_name with a local model folder, or --load_format dummy (random weights)"
         )
     return model.eval(), tokenizer
+
+
+def is_cached(name: str) -> bool:
+    """Whether the hub's client has this model from before."""
+    return isinstance(try_to_load_from_cache(name, "config.json"), str)
 
 
 def hub_reachable(timeout: float = 5.0) -> bool:

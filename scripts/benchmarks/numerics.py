@@ -451,7 +451,7 @@ def run_verification(
         check_lora_arguments(args)
     except ValueError as error:
         fail(str(error))
-    resolve_model_name(args)
+    resolve_model_name(args, small_without_hub=True)
     if args.json:
         check_writable(args.json, "--json")
     torch.set_float32_matmul_precision("highest")  # no TF32 in the reference

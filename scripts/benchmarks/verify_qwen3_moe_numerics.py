@@ -1,6 +1,6 @@
 """Is the engine right? Qwen3-MoE in the engine against plain Hugging Face on the same prompts; exit status 1 if a gate fails.
 
-    python scripts/benchmarks/verify_qwen3_moe_numerics.py                   # random weights of a tiny model where there is no GPU
+    python scripts/benchmarks/verify_qwen3_moe_numerics.py                   # random weights of a tiny model without GPU or hub
     python scripts/benchmarks/verify_qwen3_moe_numerics.py --load_format dummy --num_layers 4                 # at 30B-A3B's shapes
     python scripts/benchmarks/verify_qwen3_moe_numerics.py --load_format dummy --num_layers 4 --load_in_4bit --json report.json
 
