@@ -18,6 +18,8 @@ from prompts import (
     Prompt,
     RawPrompt,
     choose_template,
+    is_right,
+    known_answer,
     parse_answer,
     read_prompts_file,
     render,
@@ -165,6 +167,34 @@ def test_word_problems():
 )
 def test_parse_answer(completion, answer):
     assert parse_answer(completion) == answer
+
+
+def test_known_answers():
+    given = ["1,024", 7, "12.00", "$5", "12 apples", "1/2", r"\sqrt{3}", "x+1", "2x", 12.5, "", None]
+    assert [known_answer(value) for value in given] == [1024, 7, 12, 5, 12, "1/2", r"\sqrt{3}", "x+1", "2x", "12.5", None, None]
+
+
+@pytest.mark.parametrize(
+    ("answer", "right", "wrong"),
+    [
+        (42, "<SOLUTION>42</SOLUTION>", "42 or 43"),
+        ("1/2", r"so it is \boxed{\frac{1}{2}}", "2"),
+        ("1/2", "<SOLUTION>0.5</SOLUTION>", "<SOLUTION>5</SOLUTION>"),
+        (r"\frac{1}{2}", "the answer is 1/2", "the answer is 2/1"),
+        (r"3\sqrt{2}", r"<SOLUTION>$\sqrt{18}$</SOLUTION>", "<SOLUTION>18</SOLUTION>"),
+        ("x+1", r"\boxed{1+x}", r"\boxed{x}"),
+    ],
+)
+def test_is_right(answer, right, wrong):
+    assert is_right(right, answer) and not is_right(wrong, answer) and not is_right("", answer)
+
+
+def test_an_answer_that_needs_math_verify_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "p", "answer": "1/2"}\n{"prompt": "p", "answer": "12"}\n')
+    first, second = read_prompts_file(str(file))
+    assert "'1/2' is no integer, which needs math-verify: pip install" in first.error and second.answer == 12
 
 
 def test_prompts_file_lines(tmp_path):

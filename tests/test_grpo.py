@@ -701,7 +701,7 @@ def test_reasoning_gym_tasks(name):
 def test_own_problems(tmp_path):
     path = tmp_path / "problems.jsonl"
     path.write_text('{"prompt": "2 + 2?", "answer": 4}\n{"prompt": "?"}\n')
-    with pytest.raises(SystemExit, match="problems.jsonl:2: has no number"):
+    with pytest.raises(SystemExit, match="problems.jsonl:2: has no answer"):
         common.task_from_file(str(path), 4)
 
 
@@ -730,6 +730,12 @@ def test_comparison(tmp_path, capsys):
     assert "| flex, naive | reward | 0.2 | 0.03333 | 0.5 and 0.5 |" in text
     assert "| flex, naive | step time (s) | 5 | 4 | 1 and 4 |" in text
     assert (tmp_path / "grpo.png").exists() and (tmp_path / "grpo.md").exists()
+    vllm = fake_run(tmp_path, "vllm", step_wall_s=[9.0] * 3 + [4.0] * 3, rollout_wall_s=[2.0] * 6)
+    extras = {"graph_breaks": 3, "graph_break_reasons": ["a | call\nmore"], "compile_failures": []}
+    assert compare_grpo_runs.main([paths[0], vllm, fake_run(tmp_path, "tpaged", config={"compile_mode": "default"}, extras=extras), *out]) == 0
+    text = capsys.readouterr().out
+    assert "| flex | 0 | 1 | 25 | 0.5 | 25 |" in text and "| vllm | 0 | 4 | 100 | 2 | 100 |" in text
+    assert "| tpaged | default | 3 | a / call | - |" in text
     assert compare_grpo_runs.main([paths[0], fake_run(tmp_path, "drifting", kl=[0.1] * 4 + [1.9, 1.9]), *out]) == 1
     assert "KL 0.82 up to step 6 is outside" in capsys.readouterr().out
     assert compare_grpo_runs.main([paths[0], fake_run(tmp_path, "broken", losses=[0.1, math.nan]), *out]) == 1

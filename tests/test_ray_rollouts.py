@@ -14,9 +14,20 @@ import pytest
 import tiny_models
 import torch
 from flex_engine import EngineConfig, FlexEngine, InvalidPromptError, SamplingParams
-from flex_ray_rollouts import PackedWeights, RolloutPool, adapter_weights, main, make_groups, require_ray, start_ray, take_over
+from flex_ray_rollouts import (
+    PackedWeights,
+    RolloutPool,
+    adapter_weights,
+    attach_ray_rollouts,
+    main,
+    make_groups,
+    require_ray,
+    start_ray,
+    take_over,
+)
 from lora_adapters import fresh_adapter
 from qwen3_flex_inference import Qwen3Walker
+from test_grpo import LOGP_DIFFERENCE, logged, make_trainer
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
 
@@ -204,6 +215,30 @@ def test_weights_that_are_not_numbers_are_named(pool, prompts):
     assert completions(pool.generate(prompts, PARAMS)) == completions(with_adapter(weights).generate(prompts, PARAMS))
 
 
+@pytest.mark.parametrize("lora", [True, False])
+def test_in_trl(cluster, pool, tmp_path, lora):
+    """Each step samples from the weights of the update before it, with the trainer's own log-probabilities."""
+    if not lora:
+        pool = RolloutPool(make_full_engine, num_actors=1)
+    model = fresh_adapter(tiny_models.qwen3(), rank=4) if lora else tiny_models.qwen3()
+    trainer = make_trainer(tmp_path, model, lora=False, max_steps=3)
+    for name, parameter in trainer.model.named_parameters():
+        parameter.requires_grad = not lora or "lora_" in name
+    generation = attach_ray_rollouts(trainer, pool)
+    before = pool.version
+    trainer.train()
+    assert pool.version == before + 3
+    assert generation.engine.config.max_seq_len == 96
+    assert max(logged(trainer, LOGP_DIFFERENCE)) < 1e-4 and min(logged(trainer, "grad_norm")) > 0
+    if not lora:
+        pool.shutdown()
+
+
+def make_full_engine() -> FlexEngine:
+    torch.set_num_threads(1)
+    return FlexEngine(Qwen3Walker(tiny_models.qwen3()), None, EngineConfig(max_batch_size=BATCH, max_seq_len=96, page_size=16))
+
+
 # ---------------------------------------------------------------------------------------------- uneven work, and losses
 
 
@@ -253,7 +288,7 @@ def make_deadly_engine() -> FlexEngine:
     prefill = engine._prefill
 
     def deadly(batch):
-        if any(tokens == [7, 7] for tokens, _ in batch):
+        if any(tokens[:2] == [7, 7] for tokens, _ in batch):
             os._exit(1)
         prefill(batch)
 

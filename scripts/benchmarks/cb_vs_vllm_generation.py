@@ -60,7 +60,7 @@ from flex_cli import (
 )
 from lora_adapters import add_lora_arguments, check_lora_arguments
 from peer_backends import PEERS, Generated, Peer, Workload
-from prompts import Prompt, parse_answer
+from prompts import Prompt, is_right
 
 SAMPLES_KEPT = 4
 MIXED_SIGMA, MIXED_SHORTEST = 0.7, 16  # of the log-normal lengths; its median is half of --max_new_tokens, its limit the whole
@@ -348,7 +348,7 @@ def judge(
         prompt = workload.prompts[index // workload.n]
         ended = completion.index(tokenizer.eos_token_id) if tokenizer.eos_token_id in completion else len(completion)
         text = tokenizer.decode(completion[:ended], skip_special_tokens=True)
-        right = None if prompt.answer is None else parse_answer(text) == prompt.answer
+        right = None if prompt.answer is None else is_right(text, prompt.answer)
         texts.append(text)
         correct.append(right)
         if len(stats.sample_completions) < SAMPLES_KEPT:

@@ -85,16 +85,28 @@ def shown(value: float | None) -> str:
 
 def report(runs: list[GRPOStats], names: list[str]) -> str:
     lines = [
-        "| run | train wall (s) | step, median (s) | rollout, median (s) | peak memory (GB) | GPU taken (GB) "
+        "| run | train wall (s) | step, median (s) | % of vllm's | rollout, median (s) | % of vllm's | peak memory (GB) | GPU taken (GB) "
         "| last 5 rewards | logp difference |",
-        "|---|---|---|---|---|---|---|---|",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
+    yardstick = next((run for run in runs if run.backend == "vllm"), None)
     for name, run in zip(names, runs):
+        times = []
+        for attribute in ("step_wall_s", "rollout_wall_s"):
+            own, vllm = (settled_median(getattr(r, attribute)) if r else None for r in (run, yardstick))
+            times += [own, 100 * own / vllm if own and vllm else None]
         cells = [
-            run.train_wall_s, settled_median(run.step_wall_s), settled_median(run.rollout_wall_s), run.peak_memory_gb, run.card_gb,
+            run.train_wall_s, *times, run.peak_memory_gb, run.card_gb,
             statistics.mean(run.rewards[-5:]) if run.rewards else None, settled_median(run.logp_difference),
         ]  # fmt: skip
         lines.append(f"| {name} | " + " | ".join(map(shown, cells)) + " |")
+    compiled = [(name, run) for name, run in zip(names, runs) if run.config.get("compile_mode")]
+    if compiled:
+        lines += ["", "| torch.compile of the training step | mode | graph breaks | why | failures |", "|---|---|---|---|---|"]
+    for name, run in compiled:
+        reasons, failures = (run.extras.get(key) or [] for key in ("graph_break_reasons", "compile_failures"))
+        why, failed = ("; ".join(text.split("\n")[0].replace("|", "/") for text in texts) or "-" for texts in (reasons, failures))
+        lines.append(f"| {name} | {run.config['compile_mode']} | {run.extras.get('graph_breaks', '-')} | {why} | {failed} |")
     lines += ["", "| pair | metric | max abs difference | mean abs difference | medians |", "|---|---|---|---|---|"]
     for (name, run), (other_name, other) in combinations(zip(names, runs), 2):
         for metric, attribute in METRICS.items():

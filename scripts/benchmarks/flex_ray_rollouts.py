@@ -7,6 +7,8 @@
     pool.load_weights(adapter_weights(trainer.model))          # after each optimizer step: one copy into the object store
     rollouts = pool.generate(prompts, SamplingParams(n=8, seed=0))
 
+In TRL: `attach_ray_rollouts(trainer, pool)`, in place of `attach_flex_rollouts`.
+
 How one `generate` call runs:
 
     equal prompts ──► groups, dearest first ──► the actor with least to do, while it has room ──► results, in the prompts' order
@@ -40,6 +42,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -66,11 +69,15 @@ from flex_cli import (
     sampling_params,
     template_prompts,
 )
-from flex_engine import FlexEngine, InvalidPromptError, RequestOutput, SamplingParams
+from flex_engine import EngineConfig, FlexEngine, InvalidPromptError, RequestOutput, SamplingParams
 from flex_memory import peak_memory_gb
 from lora_adapters import attach_adapter, check_lora_arguments
 from prompts import Prompt
 from written_walkers import text_model, walker_class_of
+
+if TYPE_CHECKING:
+    from flex_trl import FlexGeneration
+    from trl import GRPOTrainer
 
 RAY = "ray==2.60.0"
 MAX_ATTEMPTS = 3  # at a prompt, before it is suspected of killing the actors
@@ -167,6 +174,7 @@ class Group:
 class ActorInfo:
     device: str
     max_batch_size: int
+    max_seq_len: int
     startup_seconds: float
 
 
@@ -194,7 +202,8 @@ class EngineActor:
         self.startup_seconds = time.perf_counter() - started
 
     def info(self) -> ActorInfo:
-        return ActorInfo(device_name(self.engine.device), self.engine.config.max_batch_size, self.startup_seconds)
+        config = self.engine.config
+        return ActorInfo(device_name(self.engine.device), config.max_batch_size, config.max_seq_len, self.startup_seconds)
 
     def report(self) -> dict[str, object]:
         """The engine's totals, and the most device memory it had."""
@@ -518,6 +527,35 @@ class RolloutPool:
             yield member, member.groups.pop(key), outputs
 
 
+class TrainersPool:
+    """A pool in the place of a trainer's own engine: each sync is a broadcast of the trained weights."""
+
+    def __init__(self, pool: RolloutPool, trainer: GRPOTrainer):
+        self.pool, self.model = pool, trainer.accelerator.unwrap_model(trainer.model)
+        self.config = EngineConfig(max_seq_len=min(member.info.max_seq_len for member in pool.members))
+        self.eos_ids = sorted(trainer.eos_token_ids)
+
+    def refresh_lora(self) -> None:
+        self.pool.load_weights(adapter_weights(self.model))
+
+    def generate(self, prompts: list[list[int]], params: list[SamplingParams]) -> list[Rollout]:
+        # What TRL counts as an end, and masks by, is what ends a completion.
+        ends = [
+            dataclasses.replace(p, ignore_eos=True, stop_token_ids=sorted({*p.stop_token_ids, *(() if p.ignore_eos else self.eos_ids)}))
+            for p in params
+        ]
+        return self.pool.generate(prompts, ends)
+
+
+def attach_ray_rollouts(trainer: GRPOTrainer, pool: RolloutPool, correct_truncation: bool = False) -> FlexGeneration:
+    """`flex_trl.attach_flex_rollouts` with a pool: the actors' engines must have been built over the same base model, wrapped by PEFT
+    as the trainer's is. Raises ValueError naming what can't be done."""
+    from flex_trl import attach_engine, refuse_unsupported
+
+    refuse_unsupported(trainer)
+    return attach_engine(trainer, TrainersPool(pool, trainer), correct_truncation, sleep=False)
+
+
 def make_groups(
     prompts: Sequence[str | Sequence[int]], params: SamplingParams | Sequence[SamplingParams] | None
 ) -> list[Group]:
@@ -553,7 +591,10 @@ def start_ray(address: str | None, num_actors: int, cpus_per_actor: float = 1.0)
         return
     cpus = max(os.cpu_count(), math.ceil(num_actors * cpus_per_actor))
     paths = {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
-    ray.init(num_cpus=cpus, runtime_env={"env_vars": paths}, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
+    ray.init(
+        num_cpus=cpus, num_gpus=torch.cuda.device_count(), runtime_env={"env_vars": paths}, include_dashboard=False,
+        logging_level="ERROR", log_to_driver=False,
+    )  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------------------------------ benchmark

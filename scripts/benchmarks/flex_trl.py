@@ -73,6 +73,11 @@ def attach_flex_rollouts(
         engine_options["max_seq_len"] = (max_prompt_length or longest_prompt(trainer)) + trainer.max_completion_length
     engine = FlexEngine(walker, trainer._tokenizer, EngineConfig(**engine_options))
     engine.eos_ids = sorted(trainer.eos_token_ids)  # what TRL counts as an end, and masks by, is what ends a completion
+    return attach_engine(trainer, engine, correct_truncation, sleep)
+
+
+def attach_engine(trainer: GRPOTrainer, engine: FlexEngine, correct_truncation: bool, sleep: bool) -> FlexGeneration:
+    """Puts an engine, or what behaves like one, where `trainer` generates."""
     generation = FlexGeneration(trainer, engine, correct_truncation, sleep)
     trainer.vllm_generation, trainer.use_vllm, trainer.vllm_mode = generation, True, "colocate"
     trainer.add_callback(SyncFirst(trainer))

@@ -4,6 +4,7 @@ The problems were written for this project. Each carries its arithmetic, so that
 how many completions end in the right number.
 """
 
+import importlib.util
 import json
 import re
 from dataclasses import dataclass, field
@@ -20,6 +21,8 @@ GRPO_SYSTEM_PROMPT = (
     f"First work it out step by step between {REASONING_START} and {REASONING_END}. "
     f"Then write the final answer, and nothing else, between {SOLUTION_START} and {SOLUTION_END}."
 )
+
+NUMBER = r"-?\d[\d,]*(?:\.\d+)?"
 
 # The format that Unsloth's public Qwen3 GRPO notebook trains base models on: turns end with the end-of-sequence token, and
 # the answer begins inside the reasoning. A template in the tokenizers' own language, so that a trainer can be given it too.
@@ -38,7 +41,7 @@ class RawPrompt:
 
     source: str
     content: object
-    answer: int | None = None
+    answer: int | str | None = None
     error: str | None = None
 
 
@@ -49,7 +52,7 @@ class Prompt:
     source: str
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
-    answer: int | None = None
+    answer: int | str | None = None
     error: str | None = None
 
 
@@ -123,20 +126,58 @@ def _parse_line(source: str, line: str) -> RawPrompt:
         return RawPrompt(source, value)
     for key in ("prompt", "messages"):
         if key in value:
-            return RawPrompt(source, value[key], parse_number(str(value.get("answer", ""))))
+            answer = known_answer(value.get("answer"))
+            if isinstance(answer, str) and importlib.util.find_spec("math_verify") is None:
+                needed = f"its answer {answer!r} is no integer, which needs math-verify: pip install math-verify==0.9.0"
+                return RawPrompt(source, value[key], error=needed)
+            return RawPrompt(source, value[key], answer)
     return RawPrompt(source, value, error='has neither "prompt" nor "messages"')
 
 
-def parse_answer(completion: str) -> int | None:
-    """The number a completion ends in: inside <SOLUTION> or \\boxed{} if it has one, else the last number of the text."""
+def known_answer(value: object) -> int | str | None:
+    """An integer where the text is one, with a unit or not (1,234, $12.00, 5 apples), else the text: a fraction, a root, a term."""
+    text = "" if value is None else str(value).strip()
+    number = parse_number(text) if re.fullmatch(rf"[$€]?\s*{NUMBER}(\s+[A-Za-z ]+|[%$€.]?)", text) else None
+    return number if number is not None else text or None
+
+
+def solution_of(completion: str) -> str | None:
+    """What stands inside <SOLUTION>, else inside \\boxed{}; None where there is neither."""
     solution = re.search(re.escape(SOLUTION_START) + r"(.*?)(?:" + re.escape(SOLUTION_END) + "|$)", completion, re.DOTALL)
-    boxed = re.search(r"\\boxed\{([^}]*)\}", completion)
-    return parse_number(solution[1] if solution else boxed[1] if boxed else completion)
+    if solution is None and "\\boxed{" in completion:
+        return balanced(completion.split("\\boxed{", 1)[1])
+    return solution and solution[1]
+
+
+def balanced(text: str) -> str:
+    """Up to the brace that closes what was opened before the text."""
+    depth = 1
+    for end, character in enumerate(text):
+        depth += (character == "{") - (character == "}")
+        if depth == 0:
+            return text[:end]
+    return text
+
+
+def parse_answer(completion: str) -> int | None:
+    """The integer that a completion's solution ends in, or the completion where it marks none."""
+    solution = solution_of(completion)
+    return parse_number(completion if solution is None else solution)
+
+
+def is_right(completion: str, answer: int | str) -> bool:
+    """Whether the completion's answer is the known one: as an integer, or else as mathematics, which math-verify compares."""
+    if isinstance(answer, int):
+        return parse_answer(completion) == answer
+    from math_verify import parse, verify
+
+    solution = solution_of(completion)
+    return verify(parse(f"${answer}$"), parse(completion if solution is None else f"${solution.strip().strip('$')}$"))
 
 
 def parse_number(text: str) -> int | None:
     """The last integer of a text; 1,234 and 12.00 count, 12.5 does not."""
-    numbers = re.findall(r"-?\d[\d,]*(?:\.\d+)?", text)
+    numbers = re.findall(NUMBER, text)
     if not numbers:
         return None
     value = float(numbers[-1].replace(",", ""))

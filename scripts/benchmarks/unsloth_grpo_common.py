@@ -62,6 +62,8 @@ from prompts import (
     SOLUTION_START,
     WORD_PROBLEMS,
     choose_template,
+    is_right,
+    known_answer,
     parse_answer,
     read_prompts_file,
 )
@@ -172,8 +174,8 @@ def text_of(completion: str | list[dict]) -> str:
 
 
 def right_answer(completions: list, answer: list, **_) -> list[float]:
-    """1 where the completion ends in the right number."""
-    return [float(parse_answer(text_of(completion)) == right) for completion, right in zip(completions, answer)]
+    """1 where the completion ends in the right answer."""
+    return [float(is_right(text_of(completion), right)) for completion, right in zip(completions, answer)]
 
 
 def right_first_line(completions: list, answer: list, **_) -> list[float]:
@@ -224,7 +226,7 @@ def dapo_math(count: int, seed: int) -> Task:
 
     rows = load_dataset(*DAPO_MATH, split="train").shuffle(seed=seed)
     rows = rows.select(index % len(rows) for index in range(count))
-    return Task(list(rows["prompt"]), [parse_answer(answer) for answer in rows["solution"]], [right_answer])
+    return Task(list(rows["prompt"]), [known_answer(answer) for answer in rows["solution"]], [right_answer])
 
 
 def task_from_file(path: str, count: int) -> Task:
@@ -234,7 +236,7 @@ def task_from_file(path: str, count: int) -> Task:
         fail(f"--prompts_file {path}: {error}")
     bad = next((prompt for prompt in read if prompt.error or prompt.answer is None), None)
     if bad or not read:
-        fail(f"{bad.source}: {bad.error or 'has no number as its answer'}" if bad else f"--prompts_file {path} holds no prompt")
+        fail(f"{bad.source}: {bad.error or 'has no answer'}" if bad else f"--prompts_file {path} holds no prompt")
     rows = [read[index % len(read)] for index in range(count)]
     return Task([row.content for row in rows], [row.answer for row in rows], [right_answer])
 
@@ -398,17 +400,17 @@ class StepTimer(TrainerCallback):
 # -------------------------------------------------------------------------------------------------------------------- trainer
 
 
-def local_checkpoint(args: argparse.Namespace, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Random weights get a folder of their own, for backends and reference models that load by name."""
+def local_checkpoint(args: argparse.Namespace, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: str) -> None:
+    """Writes random weights where backends and reference models that load by name find them."""
     if args.load_format == "dummy" and not args.load_in_4bit:
-        folder = tempfile.mkdtemp(prefix="grpo-model-")
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         model.config._name_or_path = model.name_or_path = folder
 
 
-def make_trainer(args: argparse.Namespace, stats_callback: StepTimer, needs_files: bool, **config) -> GRPOTrainer:
-    """The trainer of the flags; `config` goes to GRPOConfig. Everything but the rollout is the same for every backend."""
+def make_trainer(args: argparse.Namespace, stats_callback: StepTimer, scratch: str, needs_files: bool, **config) -> GRPOTrainer:
+    """The trainer of the flags; `config` goes to GRPOConfig. Everything but the rollout is the same for every backend. `scratch` is a
+    folder for what nobody wants to keep."""
     from trl import GRPOConfig, GRPOTrainer
 
     if args.load_in_4bit and args.lora_rank == 0:
@@ -416,7 +418,7 @@ def make_trainer(args: argparse.Namespace, stats_callback: StepTimer, needs_file
     loaded, tokenizer = load_model(args)
     model = text_model(loaded)
     if needs_files or (args.lora_rank == 0 and args.beta > 0):
-        local_checkpoint(args, model, tokenizer)
+        local_checkpoint(args, model, tokenizer, os.path.join(scratch, "model"))
     task = make_task(args)
     dataset = make_dataset(task, args, model, tokenizer)
     completions = args.n_prompts * args.num_generations
@@ -426,7 +428,7 @@ def make_trainer(args: argparse.Namespace, stats_callback: StepTimer, needs_file
     if config.get("use_vllm"):
         config["vllm_max_model_length"] = args.max_prompt_length + args.max_completion_length
     grpo = GRPOConfig(
-        output_dir=args.save_path or tempfile.mkdtemp(prefix="grpo-"),
+        output_dir=args.save_path or scratch,
         max_steps=args.max_steps,
         num_generations=args.num_generations,
         per_device_train_batch_size=micro,
@@ -486,6 +488,14 @@ def run_grpo(
     """The whole of a driver; returns its exit status. `attach` changes how the trainer generates and returns what tells the
     stats' extras at the end; `config` goes to GRPOConfig, and `needs_files` is a backend that loads the model by name."""
     check_writable(args.stats_path)
+    with tempfile.TemporaryDirectory(prefix="grpo-") as scratch:
+        return train_and_report(backend, args, attach, scratch, needs_files, config)
+
+
+def train_and_report(
+    backend: str, args: argparse.Namespace, attach: Callable[[GRPOTrainer], Callable[[], dict[str, object]]], scratch: str,
+    needs_files: bool, config: dict[str, object],
+) -> int:  # fmt: skip
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))  # weights go to this rank's GPU at once
     card = find_card()
@@ -493,7 +503,7 @@ def run_grpo(
         backend, "", device_name(default_device()), library_versions(), {}, args.max_steps, args.num_generations, 0, 0
     )
     timer = StepTimer(stats, card)
-    trainer = make_trainer(args, timer, needs_files, **config)
+    trainer = make_trainer(args, timer, scratch, needs_files, **config)
     try:
         extras = attach(trainer)
     except ValueError as error:
