@@ -663,6 +663,20 @@ def test_a_compiler_that_fails_leaves_the_run_going(monkeypatch, tiny_config, tm
     assert stats.finished and stats.extras["compile_failures"] == ["RuntimeError: no kernel"]
 
 
+def test_a_run_that_fails_says_why_in_its_stats(monkeypatch, tiny_config, tmp_path):
+    """As where a compiler fails in the backward, out of the forward's reach."""
+
+    def broken(self, *args, **kwargs):
+        raise RuntimeError("no kernel for this\nbackward")
+
+    monkeypatch.setattr(GRPOTrainer, "training_step", broken)
+    with pytest.raises(RuntimeError, match="no kernel"):
+        two_steps("qwen3_grpo_naive", tiny_config, tmp_path)
+    stats = common.GRPOStats.load(tmp_path / "qwen3_grpo_naive.json")
+    assert not stats.finished and stats.error == "RuntimeError: no kernel for this"
+    assert compare_grpo_runs.problems(stats, 0.5)[0] == "ended after 0 of 2 steps (RuntimeError: no kernel for this)"
+
+
 def test_a_terminated_run_writes_its_stats(monkeypatch, tiny_config, tmp_path):
     decode = common.StepTimer.on_step_end
 
@@ -732,7 +746,8 @@ def test_comparison(tmp_path, capsys):
     assert (tmp_path / "grpo.png").exists() and (tmp_path / "grpo.md").exists()
     vllm = fake_run(tmp_path, "vllm", step_wall_s=[9.0] * 3 + [4.0] * 3, rollout_wall_s=[2.0] * 6)
     extras = {"graph_breaks": 3, "graph_break_reasons": ["a | call\nmore"], "compile_failures": []}
-    assert compare_grpo_runs.main([paths[0], vllm, fake_run(tmp_path, "tpaged", config={"compile_mode": "default"}, extras=extras), *out]) == 0
+    tpaged = fake_run(tmp_path, "tpaged", config={"compile_mode": "default"}, extras=extras)
+    assert compare_grpo_runs.main([paths[0], vllm, tpaged, *out]) == 0
     text = capsys.readouterr().out
     assert "| flex | 0 | 1 | 25 | 0.5 | 25 |" in text and "| vllm | 0 | 4 | 100 | 2 | 100 |" in text
     assert "| tpaged | default | 3 | a / call | - |" in text

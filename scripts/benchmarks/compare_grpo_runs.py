@@ -62,7 +62,8 @@ def label(run: GRPOStats, runs: list[GRPOStats]) -> str:
 
 def problems(run: GRPOStats, kl_band: float) -> list[str]:
     """Why this run fails the gate."""
-    found = [] if run.finished else [f"ended after {len(run.losses)} of {run.max_steps} steps"]
+    why = f" ({run.error})" if run.error else ""
+    found = [] if run.finished else [f"ended after {len(run.losses)} of {run.max_steps} steps{why}"]
     for name in ("losses", "grad_norm"):
         bad = [step for step, value in enumerate(getattr(run, name), 1) if value is None or not math.isfinite(value)]
         found += [f"{name} not finite in step {bad[0]}"] if bad else []

@@ -319,6 +319,7 @@ class GRPOStats:
     logp_difference_max: list[float | None] = field(default_factory=list)
     completion_lengths: list[float | None] = field(default_factory=list)
     finished: bool = False
+    error: str | None = None
     extras: dict[str, object] = field(default_factory=dict)
 
     def save(self, path: str | Path) -> None:
@@ -522,6 +523,9 @@ def train_and_report(
         stats.finished = True
     except KeyboardInterrupt:
         note(f"interrupted after {len(stats.step_wall_s)} of {args.max_steps} steps")
+    except Exception as error:
+        stats.error = one_line(error)
+        raise
     finally:
         stats.train_wall_s = time.perf_counter() - started
         stats.extras = extras()
@@ -534,6 +538,10 @@ def train_and_report(
         print_summary(stats)
         print(f"stats: {args.stats_path}")
     return 0 if stats.finished else 130
+
+
+def one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
 
 
 def add_peaks(stats: GRPOStats) -> None:
@@ -588,7 +596,7 @@ class CompiledForwards:
             try:
                 return compiled(*args, **kwargs)
             except Exception as error:  # whatever a compiler may raise
-                self.failures.append(f"{type(error).__name__}: {str(error).strip().splitlines()[0]}")
+                self.failures.append(one_line(error))
                 note(f"warning: torch.compile failed, training goes on without: {self.failures[-1]}")
                 return eager(*args, **kwargs)
 
