@@ -25,7 +25,9 @@ from flex_ray_rollouts import (
     start_ray,
     take_over,
 )
+from flex_weights import unwrapped
 from lora_adapters import fresh_adapter
+from peft import get_peft_model_state_dict
 from qwen3_flex_inference import Qwen3Walker
 from test_grpo import LOGP_DIFFERENCE, logged, make_trainer
 
@@ -117,6 +119,20 @@ def test_weights_that_do_not_fit_are_named(change, message):
 def test_without_an_adapter_every_parameter_is_broadcast():
     model = tiny_models.qwen3()
     assert adapter_weights(model).keys() == dict(model.named_parameters()).keys()
+
+
+@pytest.mark.parametrize("build", [tiny_models.qwen3, tiny_models.qwen3_moe])
+def test_a_broadcast_carries_the_adapter_alone(build):
+    """Under PEFT's own names, whether the model is asked that PEFT made or the one inside; experts' tensors too."""
+    model = fresh_adapter(build(), rank=4)
+    weights, inside = adapter_weights(model), adapter_weights(unwrapped(model))
+    expected = get_peft_model_state_dict(model, save_embedding_layers=False)
+    assert weights.keys() == inside.keys() == expected.keys()
+    assert all(weights[name].data_ptr() == inside[name].data_ptr() == expected[name].data_ptr() for name in expected)
+    with torch.no_grad():
+        take_over({name: tensor + 1 for name, tensor in weights.items()}, unwrapped(model))
+    before = adapter_weights(fresh_adapter(build(), rank=4))
+    assert all(torch.equal(tensor, before[name] + 1) for name, tensor in weights.items())
 
 
 def test_equal_prompts_are_one_group():

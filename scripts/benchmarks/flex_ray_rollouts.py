@@ -70,7 +70,9 @@ from flex_cli import (
     template_prompts,
 )
 from flex_engine import EngineConfig, FlexEngine, InvalidPromptError, RequestOutput, SamplingParams
+from flex_lora import is_adapted
 from flex_memory import peak_memory_gb
+from flex_weights import unwrapped
 from lora_adapters import attach_adapter, check_lora_arguments
 from prompts import Prompt
 from written_walkers import text_model, walker_class_of
@@ -127,12 +129,15 @@ class PackedWeights:
 
 
 def adapter_weights(model: nn.Module) -> dict[str, Tensor]:
-    """What a broadcast carries: the active adapter's tensors under PEFT's names, or every parameter where there is no adapter."""
-    if not hasattr(model, "peft_config"):
+    """What a broadcast carries: the active adapter's tensors under PEFT's names, or every parameter where there is no adapter. The
+    model may be PEFT's or the one inside it, as HFWalker has it."""
+    adapted = next((module for module in model.modules() if is_adapted(module)), None)
+    if adapted is None:
         return {name: parameter.data for name, parameter in model.named_parameters()}
     from peft import get_peft_model_state_dict
 
-    return get_peft_model_state_dict(model, adapter_name=model.active_adapters[0], save_embedding_layers=False)
+    weights = get_peft_model_state_dict(unwrapped(model), adapter_name=adapted.active_adapters[0], save_embedding_layers=False)
+    return {f"base_model.model.{name}": tensor for name, tensor in weights.items()}
 
 
 def take_over(weights: Mapping[str, Tensor], model: nn.Module) -> None:
