@@ -74,14 +74,14 @@ def completions(outputs) -> list[list[tuple]]:
     return [[(c.index, c.token_ids, c.finish_reason) for c in output.outputs] for output in outputs]
 
 
-def perturbed(seed: int) -> dict[str, torch.Tensor]:
+def perturbed(seed: int, build=make_engine) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    weights = adapter_weights(make_engine().walker.model)
+    weights = adapter_weights(build().walker.model)
     return {name: torch.randn(tensor.shape, generator=generator) * 0.1 for name, tensor in weights.items()}
 
 
-def with_adapter(weights: dict[str, torch.Tensor]) -> FlexEngine:
-    engine = make_engine()
+def with_adapter(weights: dict[str, torch.Tensor], build=make_engine) -> FlexEngine:
+    engine = build()
     with torch.no_grad():
         take_over(weights, engine.walker.model)
     engine.refresh_lora()
@@ -322,6 +322,28 @@ def test_what_can_not_start_says_why(cluster, monkeypatch):
 
 def broken_engine() -> FlexEngine:
     raise SystemExit("error: no such weights")
+
+
+@pytest.mark.gpu
+def test_two_actors_share_a_gpu(cluster, prompts):
+    """Graphs are captured in the actor's own thread; a broadcast reaches them at the addresses that they hold."""
+    pool = RolloutPool(make_engine_on_gpu, num_actors=2, gpus_per_actor=0.5)
+    expected = make_engine_on_gpu().generate(prompts, PARAMS)
+    rollouts = pool.generate(prompts, PARAMS)
+    assert {rollout.actor for rollout in rollouts} == {0, 1}
+    assert completions(rollouts) == completions(expected)
+    weights = perturbed(1, make_engine_on_gpu)
+    pool.load_weights(weights)
+    changed = completions(with_adapter(weights, make_engine_on_gpu).generate(prompts, PARAMS))
+    assert completions(pool.generate(prompts, PARAMS)) == changed != completions(rollouts)
+    pool.shutdown()
+
+
+def make_engine_on_gpu() -> FlexEngine:
+    torch.set_float32_matmul_precision("highest")
+    model = fresh_adapter(tiny_models.qwen3(head_dim=64).to("cuda"), rank=4)
+    config = EngineConfig(max_batch_size=8, max_seq_len=96, page_size=16, kv_memory_gb=0.1)
+    return FlexEngine(Qwen3Walker(model, lora_mode="active"), None, config)
 
 
 def test_main(cluster, tmp_path, capsys):

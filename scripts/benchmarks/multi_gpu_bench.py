@@ -206,13 +206,19 @@ def model_config(args: argparse.Namespace):
 
 
 def make_engine(args: argparse.Namespace) -> FlexEngine:
-    """Of one rank or actor: room for the largest batch, and an adapter."""
+    """Of one rank or actor: an adapter, room for the largest batch, and a graph of its own for each batch that a part will run."""
     model, tokenizer = load_model(args)
     model = text_model(model)
     walker = walker_class_of(model)(fresh_adapter(model, args.lora_rank, args.seed), lora_mode=args.lora_mode)
-    batch = max(*args.batch_sizes, 2 * min(args.batch_sizes))
-    config = EngineConfig(batch, args.prompt_tokens + args.max_new_tokens, kv_memory_gb=args.kv_memory_gb)
-    return FlexEngine(walker, tokenizer, config)
+    uneven, engines = min(args.batch_sizes), max(args.gpus, args.num_actors)
+    batches = {*args.batch_sizes, 2 * uneven, -(-uneven * (engines + 1) // engines)}
+    buckets = sorted({max(2, batch) for batch in batches})
+    config = EngineConfig(
+        max(batches), args.prompt_tokens + args.max_new_tokens, kv_memory_gb=args.kv_memory_gb, decode_buckets=buckets
+    )
+    engine = FlexEngine(walker, tokenizer, config)
+    engine.capture()
+    return engine
 
 
 def new_adapter(args: argparse.Namespace) -> dict[str, torch.Tensor]:
