@@ -659,6 +659,10 @@ def bench_moe(report: Report, batches: list[int], budget: float) -> None:
 
             rule = flex_moe.moe_options(batch * MOE_TOP_K, banks[0])
             rows = [("flex_moe.py's", rule), ("best", min(best, key=lambda row: row[0])[1])]
+            banks[0].options = rows[1][1]
+            args = (banks[0], inputs.x_TC, *inputs.routed[0])
+            report.check(f"{kind} experts {batch}, best tiles", flex_moe.experts_triton(*args), flex_moe.experts_reference(*args), 2e-2)
+            banks[0].options = None
             moved = inputs.bytes_of("gate_up_EIC", "down_ECI")
             for dependent_rows, suffix in ((range(0), ""), (range(batch, batch + 1), ", dependent launch")):
                 flex_triton.PDL_ROWS = dependent_rows
