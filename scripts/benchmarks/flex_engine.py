@@ -783,7 +783,9 @@ class FlexEngine:
         return 0
 
     def _explain_nan(self, sequence: Sequence) -> str:
-        named = [name for name, p in self.walker.model.named_parameters() if not torch.isfinite(p).all()]
+        model = self.walker.model
+        tensors = itertools.chain(model.named_parameters(), model.named_buffers())  # 4-bit experts' scales are buffers
+        named = [name for name, tensor in tensors if tensor.is_floating_point() and not torch.isfinite(tensor).all()]
         cause = f"non-finite weights: {', '.join(named[:5])}" if named else "all weights are finite"
         return f"prompt {sequence.request}: logits are NaN after {len(sequence.token_ids)} tokens; {cause}"
 
