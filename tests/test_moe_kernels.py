@@ -2,6 +2,7 @@
 
 import copy
 import os
+import re
 import subprocess
 import sys
 
@@ -241,6 +242,13 @@ def test_the_kernels_compile_for_hopper_without_a_gpu(tmp_path):
     command = [sys.executable, "-c", COMPILE_FOR_HOPPER, str(SCRIPTS)]
     run = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-2000:]
+    from_registers = 0
+    for path in tmp_path.glob("*/_grouped_kernel.ttgir"):
+        products = re.findall(r"warp_group_dot %.*", code := path.read_text())
+        if any("dot_op" in product for product in products):  # nothing may be under way when the registers are written anew
+            assert set(re.findall(r"pendings = (\d+)", code)) == {"0"}
+            from_registers += 1
+    assert from_registers == 2  # the two of NF4; weights that need no arithmetic are read from shared memory
 
 
 # --- 4-bit experts ---------------------------------------------------------------------------------------------------

@@ -67,7 +67,7 @@ def moe_options(pairs: int, bank: Experts) -> MoEOptions:
     block_m = 16 if mean <= (4 if nf4 else 8) else 32 if mean <= 16 else 64 if mean <= 48 else 128
     num_warps = max(block_m // 16, 4)
     if nf4:
-        # Larger tiles are 2 % faster at 48 tokens and a third at 4096, but a model that used them on an H200 came to NaN.
+        # Larger tiles were 2 % faster at 48 tokens and a third at 4096, before nf4_dot waited for the tensor core.
         return MoEOptions(block_m, GroupedOptions(32, NF4_BLOCK, num_warps, 4), GroupedOptions(64, NF4_BLOCK, num_warps, 4))
     if bank.gate_up_EIC.dtype == torch.float32:  # no tensor cores: small tiles in registers
         return MoEOptions(min(block_m, 32), *[GroupedOptions(32, 32, 4, 2)] * 2)

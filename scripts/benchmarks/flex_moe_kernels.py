@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from flex_nf4 import BLOCK as NF4_BLOCK
-from flex_nf4 import nf4_dequantize, nf4_weights
+from flex_nf4 import nf4_dequantize, nf4_dot, nf4_weights
 from flex_triton import TensorDescriptor, cdiv, cuda_capability, jit, next_power_of_2, pdl_options, tl, wait_for_inputs
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -220,7 +220,8 @@ def _grouped_kernel(
 
     BY_TOKEN: x has a row for each token, else one for each place in the plan, as y has (for each split of K) unless it is TO_PAIR:
     there it is `[K, T, N]`, times the routing weight. `weight` points to `[E, halves, N, K]` or to NF4Weight's codes, or is a
-    descriptor of `[E, N, halves, K]`. R > 0: a low-rank product with xa `[S, places, R]` and b `[E, R, halves * N]` is added.
+    descriptor of `[E * halves * N, K]`, whose gate and up tiles are summed apart: reshaped ones would reach the tensor core through
+    registers (see nf4_dot). R > 0: a low-rank product with xa `[S, places, R]` and b `[E, R, halves * N]` is added.
     """
     wait_for_inputs(PDL)
     HALVES: tl.constexpr = 2 if GATED else 1
@@ -251,7 +252,9 @@ def _grouped_kernel(
         w_ptrs = weight + expert_rows * K + line_rows[:, None] * K + k[None, :]
     if TO_PAIR:
         factor = tl.load(routing_ptr + pairs, mask=taken, other=0.0).to(tl.float32)
-    acc = tl.zeros([HALVES * BLOCK_N, BLOCK_M], tl.float32)
+    LINES: tl.constexpr = BLOCK_N if TMA else HALVES * BLOCK_N
+    acc = tl.zeros([LINES, BLOCK_M], tl.float32)
+    up = acc
     steps: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     for step in tl.range(split * steps // SPLIT_K, (split + 1) * steps // SPLIT_K, num_stages=NUM_STAGES):
         start = step * BLOCK_K
@@ -268,19 +271,22 @@ def _grouped_kernel(
                 scales = tl.load(scale_ptrs + step * ROWS, mask=line_n < N, other=0.0)
             w = nf4_weights(codes, scales, x.dtype, PTX, HALVES * BLOCK_N, BLOCK_K)
         elif TMA:
-            w = weight.load([expert, n0, 0, start]).reshape([HALVES * BLOCK_N, BLOCK_K])
+            w = weight.load([expert * ROWS + n0, start])
+            if GATED:
+                up = tl.dot(weight.load([expert * ROWS + N + n0, start]), x, up, input_precision="ieee")
         elif EVEN:
             w = tl.load(w_ptrs + start, eviction_policy="evict_first")
         else:
             w = tl.load(w_ptrs + start, mask=(line_n < N)[:, None] & (start + k < K)[None, :], other=0.0)
-        acc = tl.dot(w, x, acc, input_precision="ieee")
+        acc = nf4_dot(w, x, acc, PTX) if NF4 else tl.dot(w, x, acc, input_precision="ieee")
 
     n = n0 + tl.arange(0, BLOCK_N)
     if R > 0:
         b_ptrs = b_ptr + expert_rows * R + tl.arange(0, R)[None, :] * ROWS + n[:, None]
         xa_split_stride = places_of_split.to(tl.int64) * R
     if GATED:
-        acc, up = tl.split(acc.reshape([BLOCK_N, 2, BLOCK_M]).permute(0, 2, 1))
+        if not TMA:
+            acc, up = tl.split(acc.reshape([BLOCK_N, 2, BLOCK_M]).permute(0, 2, 1))
         if R > 0:
             up = _add_low_rank(up, xa_ptr, b_ptrs + N, places, taken, n < N, xa_split_stride, BLOCK_M, R, XA_SPLITS)
     if R > 0:
@@ -314,8 +320,7 @@ def _launch_grouped(
         assert weight.is_contiguous() and weight.dtype == x.dtype
     if options.tma:
         assert K % options.block_k == 0
-        strides, block = [rows * K, K, N * K, 1], [1, options.block_n, halves, options.block_k]
-        weight = TensorDescriptor(weight_ENK, [E, N, halves, K], strides, block)
+        weight = TensorDescriptor(weight_ENK, [E * rows, K], [K, 1], [options.block_n, options.block_k])
     if low_rank is not None:
         xa_SPR, b_ERN = _times_a(x, low_rank.a_ERK, plan, tokens, by_token), low_rank.b_ERN
         rank = b_ERN.shape[1]

@@ -344,6 +344,20 @@ def nf4_weights(codes, scales, DTYPE: tl.constexpr, PTX: tl.constexpr, BLOCK_N: 
 
 
 @jit
+def nf4_dot(weights, x, acc, PTX: tl.constexpr):
+    """acc + weights x, done before the next step's weights are made.
+
+    On Hopper the tensor core reads the weights from registers while the program goes on, and Triton (3.6 at least, its issue 9433)
+    waits for the first quarter of a step only before the next one writes to the same registers: codes were multiplied as weights,
+    NaN among them. Sums that something in the loop looks at, here an empty instruction, are waited for.
+    """
+    acc = tl.dot(weights, x, acc, input_precision="ieee")
+    if PTX and not tl.target_info.cuda_capability_geq(10, 0):  # later GPUs keep their sums elsewhere, and copy the weights
+        acc = tl.inline_asm_elementwise("", "=f,0", [acc], dtype=tl.float32, is_pure=True, pack=1)
+    return acc
+
+
+@jit
 def _nf4_linear_kernel(
     x_ptr, codes_ptr, scales_ptr, bias_ptr, y_ptr, partial_ptr, arrivals_ptr, T, x_stride,
     N: tl.constexpr, K: tl.constexpr, HAS_BIAS: tl.constexpr, PTX: tl.constexpr,
@@ -372,7 +386,7 @@ def _nf4_linear_kernel(
         else:
             codes = tl.load(codes_ptrs + step * (BLOCK_K // 8), mask=(n < N)[:, None], other=0, eviction_policy="evict_first")
             scales = tl.load(scales_ptr + step * N + n, mask=n < N, other=0.0)
-        acc = tl.dot(nf4_weights(codes, scales, dtype, PTX, BLOCK_N, BLOCK_K), x, acc)
+        acc = nf4_dot(nf4_weights(codes, scales, dtype, PTX, BLOCK_N, BLOCK_K), x, acc, PTX)
 
     mask = (n < N)[:, None] & (t < T)[None, :]
     y_ptrs = y_ptr + t[None, :].to(tl.int64) * N + n[:, None]

@@ -562,7 +562,7 @@ def moe_banks(kind: str, layers: int, device: str) -> list[flex_moe.Experts]:
             scales_EGN = torch.empty((E, K // 64, N), device=device)
             if device != "cpu":
                 codes_EGNW.random_(-(2**31), 2**31)
-                scales_EGN.fill_(K**-0.5)
+                scales_EGN.uniform_(0.5, 1.5).mul_(K**-0.5)  # not all the same, so that a wrong one is seen
             return flex_moe_kernels.NF4Weight(codes_EGNW, scales_EGN, DTYPE)
         weight_ENK = torch.empty((E, N, K), dtype=DTYPE, device=device)
         return weight_ENK if device == "cpu" else weight_ENK.normal_(std=K**-0.5)
