@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import random
 
 import numpy as np
 import pytest
@@ -25,14 +27,14 @@ from flex_engine import (
 )
 from numerics import hf_greedy, hf_logits, shuffle_free_pages
 from qwen3_flex_inference import Qwen3Walker
-from tiny_models import SpellingTokenizer, random_prompts
+from tiny_models import VOCAB, SpellingTokenizer, random_prompts
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 PAGE = 16
 NEW = 40
 SEED = 1  # of a model that answers every prompt below with at least 16 distinct tokens
-LENGTHS = [1, 2, 17, 40, 64, 70]  # with 40 new tokens up to 7 pages; a prompt of one token has nothing to prefill
+LENGTHS = [1, 2, 17, 40, 64, 70]  # with 40 new tokens up to 7 pages
 
 
 def make_engine(model, walker=Qwen3Walker, num_pages: int | None = None, tokenizer=None, **config) -> FlexEngine:
@@ -165,6 +167,83 @@ def test_preemption_changes_nothing(model, prompts, expected, steps_per_look, ov
     assert stats.preemptions > 0
     assert stats.peak_pages_used <= 9
     assert stats.generated_tokens == 12 * NEW
+
+
+def random_load(rng: random.Random) -> tuple[list[list[int]], list[SamplingParams], dict]:
+    """Prompts, some equal or with a prefix of whole pages in common, their params, and an engine, often with few pages."""
+    lengths = [rng.choice([1, 2, 15, 16, 17, 32, 33, 48, 64, 70]) for _ in range(4)]
+    pool = random_prompts([*lengths, 64], seed=rng.randrange(1000))
+    pool += [pool[-1][:32], pool[-1][:48] + [5]]
+    prompts = [rng.choice(pool) for _ in range(rng.randint(1, 9))]
+    params = [
+        SamplingParams(
+            max_tokens=rng.choice([1, 2, 7, 16, 33, 60]), temperature=rng.choice([0, 1]), n=rng.choice([1, 1, 2, 3]), seed=rng.randrange(99),
+            stop=[f"<{token}>" for token in rng.sample(range(VOCAB), rng.choice([0, 0, 20]))],
+            stop_token_ids=rng.sample(range(VOCAB), rng.choice([0, 0, 8])),
+        )
+        for _ in prompts
+    ]  # fmt: skip
+    config = dict(
+        max_batch_size=rng.choice([1, 3, 8]), steps_per_look=rng.randint(1, 9), num_pages=rng.choice([11, 13, 60]),
+        prefill_token_budget=rng.choice([16, 64, 8192]),
+    )  # fmt: skip
+    return prompts, params, config
+
+
+def check_held_pages(engine: FlexEngine) -> None:
+    scheduler = engine._scheduler
+    prefixes = {id(sequence.prefix): sequence.prefix for sequence in scheduler.waiting}.values()
+    engine.cache.pages.check([*(s.pages for s in scheduler.running), *(prefix.pages or [] for prefix in prefixes)])
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_looks_that_overlap_change_nothing(reference, model, monkeypatch, seed):
+    """Random loads, all at once or one after the other, some after a call that was interrupted somewhere."""
+    rng = random.Random(seed)
+    prompts, params, config = random_load(rng)
+    method, call = rng.choice(["_decode_step", "_look", "_launch", "_refill"]), rng.randint(0, 12)
+
+    def outputs_of(engine: FlexEngine) -> list:
+        if seed % 2:
+            return engine.generate(prompts, params)
+        pauses = random.Random(seed)
+
+        def arrivals():
+            for prompt, p in zip(prompts, params):
+                yield from [([], [])] * pauses.choice([0, 0, 1, 4])
+                yield [prompt], [p]
+
+        return sorted(engine.stream(arrivals()), key=lambda output: output.index)
+
+    found = []
+    for overlap, its_model in ((False, tiny_models.unshared(reference)), (True, model)):
+        engine = make_engine(its_model, tokenizer=SpellingTokenizer(), overlap_looks=overlap, **config)
+        shuffle_free_pages(engine)
+        advance, steps, decode = engine._advance, [], engine._decode_step
+
+        def checked(*args):
+            result = advance(*args)
+            check_held_pages(engine)
+            return result
+
+        monkeypatch.setattr(engine, "_advance", checked)
+        if seed % 4 > 1:
+            with pytest.MonkeyPatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+                patch.setattr(engine, method, interrupt_at(call, getattr(engine, method)))
+                outputs_of(engine)
+            engine.cache.pages.check()
+        engine.reset_stats()
+        monkeypatch.setattr(engine, "_decode_step", lambda *args, **kwargs: [steps.append(1), decode(*args, **kwargs)])
+        found.append(outputs_of(engine))
+        engine.cache.pages.check()
+        stats, completions = engine.stats(), [completion for output in found[-1] for completion in output.outputs]
+        assert stats.decode_steps == len(steps) and stats.generated_tokens == sum(len(c.token_ids) for c in completions)
+    for first, second, p in zip(*found, params, strict=True):
+        assert len(first.outputs) == len(second.outputs) == p.n
+        for one, other in zip(first.outputs, second.outputs):
+            assert one.token_ids == other.token_ids and one.text == other.text and one.finish_reason == other.finish_reason
+            assert one.logprobs == pytest.approx(other.logprobs, abs=2e-4)
+            assert one.full_logprobs == pytest.approx(other.full_logprobs, abs=2e-4)
 
 
 def test_every_round_equals_a_fresh_engine(reference, model):

@@ -585,6 +585,8 @@ class FlexEngine:
                             refresh=False,
                         )
                     arrived = next(arrivals, None)
+                if window is not None:  # given before the host knew that all had ended: its steps count, and nothing runs on behind us
+                    self._look(scheduler, window)
         finally:
             # An interrupted rollout must leave the pool as it found it.
             scheduler.release_all()
