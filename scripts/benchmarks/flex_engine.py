@@ -447,6 +447,7 @@ class FlexEngine:
 
     def drop_graphs(self) -> None:
         """Forgets what was captured; what it is used for is captured anew."""
+        self._synchronize()  # an interrupted call may have left steps under way
         self.graphs.clear()
         self.graph_pool = None  # a memory pool whose graphs are all gone takes no new one
 
