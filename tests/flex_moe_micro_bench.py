@@ -27,6 +27,7 @@ from flex_cli import (
     device_name,
     engine_config,
     fail,
+    flags_of,
     integer,
     library_versions,
     load_model,
@@ -49,8 +50,7 @@ SAMPLE_CHARACTERS = 160
 def run_batch(engine: FlexEngine, prompts: list, args) -> tuple[RunStats, str]:
     """--n_rounds measured rounds after a warm-up, and the end of the first completion's text."""
     mode = getattr(engine.walker, "compile_mode", args.walker)
-    stats = RunStats(f"flex, {mode}", args.model_name, device_name(engine.device), library_versions(), vars(args))
-    stats.config = {key: value for key, value in stats.config.items() if key not in ("default_model", "cpu_model", "fallbacks")}
+    stats = RunStats(f"flex, {mode}", args.model_name, device_name(engine.device), library_versions(), flags_of(args))
     stats.config["batch_size"] = len(prompts)
     inputs = [prompt.token_ids for prompt in prompts]
     run_round(engine, inputs, sampling_params(args))

@@ -50,6 +50,7 @@ from flex_cli import (
     dummy_tokenizer,
     fail,
     find_config,
+    flags_of,
     integer,
     library_versions,
     load_prompts,
@@ -257,7 +258,7 @@ def run_config(args: argparse.Namespace, workload: Workload) -> dict[str, object
         "workload_max_tokens_mean": statistics.mean(workload.max_tokens),
         "workload_n": workload.n,
     }
-    return {key: value for key, value in vars(args).items() if key != "default_model"} | described
+    return flags_of(args) | described
 
 
 def measure(stats: PeerStats, peer: Peer, workload: Workload, args: argparse.Namespace) -> list[list[int]]:

@@ -113,7 +113,10 @@ def add_common_arguments(parser: argparse.ArgumentParser, default_model: str, cp
     add_run_arguments(parser)
 
 
-def add_model_arguments(parser: argparse.ArgumentParser, default_model: str, cpu_model: str = EMBEDDED) -> None:
+def add_model_arguments(
+    parser: argparse.ArgumentParser, default_model: str, cpu_model: str = EMBEDDED, with_walker: bool = True
+) -> None:
+    """`with_walker`: for scripts that run either walker."""
     parser.set_defaults(default_model=default_model, cpu_model=cpu_model, fallbacks=())
     group = parser.add_argument_group("model")
     group.add_argument(
@@ -125,7 +128,17 @@ def add_model_arguments(parser: argparse.ArgumentParser, default_model: str, cpu
     )
     group.add_argument("--load_format", choices=("auto", "dummy"), default="auto", help="dummy: random weights, no network")
     group.add_argument("--dtype", choices=("auto", *DTYPES), default="auto", help="auto: bfloat16 on a GPU, float32 on a CPU")
+    if with_walker:
+        add_walker_argument(group)
+
+
+def add_walker_argument(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--walker", choices=("fused", "hf"), default="fused", help="hf: the model's own forward, as reference")
+
+
+def flags_of(args: argparse.Namespace) -> dict[str, object]:
+    """What the user could have set, for a stats file's `config`."""
+    return {key: value for key, value in vars(args).items() if key not in ("default_model", "cpu_model", "fallbacks", "rank_part")}
 
 
 def add_prompt_arguments(parser: argparse.ArgumentParser) -> None:
@@ -782,8 +795,7 @@ def run_benchmark(engine: FlexEngine, prompts: list[Prompt], args: argparse.Name
     if not runnable:
         fail("no prompt can be run")
 
-    flags = {key: value for key, value in vars(args).items() if key not in ("default_model", "cpu_model", "fallbacks")}
-    config = flags | dataclasses.asdict(engine.config)
+    config = flags_of(args) | dataclasses.asdict(engine.config)
     stats = RunStats(backend, args.model_name, device_name(engine.device), library_versions(), config)
     stats.fallbacks = list(args.fallbacks)
     stats.invalid_prompts = {str(index): reason for index, reason in invalid.items()}

@@ -58,6 +58,7 @@ from flex_cli import (
     device_name,
     engine_config,
     fail,
+    flags_of,
     integer,
     library_versions,
     load_model,
@@ -426,13 +427,7 @@ class RolloutPool:
         self.weights = self.ray.put(packed)
         self.version += 1
         stored = time.perf_counter()
-        loads = [(member, member.handle.load.remote(self.version, self.weights)) for member in self.members]
-        seconds = []
-        for member, load in loads:
-            try:
-                seconds.append(self.ray.get(load))
-            except self._went_away as error:
-                self._lose(member, error, deque())
+        seconds = self._ask_all("load", self.version, self.weights)
         self.broadcasts.append(
             Broadcast(self.version, packed.data.nbytes / 1e9, time.perf_counter() - started, stored - started, seconds)
         )
@@ -448,7 +443,7 @@ class RolloutPool:
 
     def reports(self) -> list[dict[str, object]]:
         """Each engine's own totals."""
-        return self.ray.get([member.handle.report.remote() for member in self.members])
+        return self._ask_all("report")
 
     def shutdown(self) -> None:
         for member in self.members:
@@ -481,6 +476,17 @@ class RolloutPool:
 
     def _started(self, member: Member) -> None:
         member.info, member.starting = self.ray.get(member.starting), None
+
+    def _ask_all(self, method: str, *arguments) -> list:
+        """What a method of every actor returns; for use between calls of `generate`. Those that are lost meanwhile are left out."""
+        asked = [(member, getattr(member.handle, method).remote(*arguments)) for member in self.members]
+        answers = []
+        for member, answer in asked:
+            try:
+                answers.append(self.ray.get(answer))
+            except self._went_away as error:
+                self._lose(member, error, deque())
+        return answers
 
     def _lose(self, member: Member, error: Exception, waiting: deque[Group]) -> None:
         """Its unfinished groups go back to the head of the queue; a replacement is started while restarts are left."""
@@ -702,11 +708,24 @@ def main(argv: list[str] | None = None) -> int:
         )
     except ValueError as error:
         fail(str(error))
-    flags = {key: value for key, value in vars(args).items() if key not in ("default_model", "cpu_model", "fallbacks")}
-    stats = PoolRunStats("flex_ray", args.model_name, pool.members[0].info.device, library_versions(), flags)
+    stats = PoolRunStats("flex_ray", args.model_name, pool.members[0].info.device, library_versions(), flags_of(args))
     stats.num_actors, stats.gpus_per_actor = args.num_actors, args.gpus_per_actor
     stats.startup_seconds = time.perf_counter() - started
     note(f"{args.num_actors} actors ready after {stats.startup_seconds:.1f} s: {', '.join(m.info.device for m in pool.members)}")
+    try:
+        measure(pool, stats, inputs, args)
+    except ValueError as error:  # prompts that can't be run, an adapter that does not fit
+        fail(cause_of(error))
+    stats.fallbacks = [*args.fallbacks, *(fallback for report in stats.engines for fallback in report["fallbacks"])]
+    print_summary(stats)
+    stats.save(args.stats_path)
+    print(f"stats: {args.stats_path}")
+    pool.shutdown()
+    return 0
+
+
+def measure(pool: RolloutPool, stats: PoolRunStats, inputs: list[list[int]], args: argparse.Namespace) -> None:
+    """A warm-up, then --n_rounds rounds, before each of which an adapter is broadcast, and one with --kill_one."""
     stats.warmup_seconds = run_round(pool, inputs, sampling_params(args)).total_seconds
     adapter = adapter_on_disk(args.lora_adapter) if args.lora_adapter else None
     for round_index in range(args.n_rounds):
@@ -720,12 +739,6 @@ def main(argv: list[str] | None = None) -> int:
         with killed_after(pool, half_way):
             stats.killed = run_round(pool, inputs, sampling_params(args, args.n_rounds))
     stats.pool, stats.engines = pool.stats(), pool.reports()
-    stats.fallbacks = [*args.fallbacks, *(fallback for report in stats.engines for fallback in report["fallbacks"])]
-    print_summary(stats)
-    stats.save(args.stats_path)
-    print(f"stats: {args.stats_path}")
-    pool.shutdown()
-    return 0
 
 
 def print_summary(stats: PoolRunStats) -> None:

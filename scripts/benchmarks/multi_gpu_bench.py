@@ -46,6 +46,7 @@ from flex_cli import (
     device_name,
     fail,
     find_config,
+    flags_of,
     integer,
     library_versions,
     load_model,
@@ -135,21 +136,21 @@ class MultiGPUStats:
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     gpus = torch.cuda.device_count()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter, allow_abbrev=False)
-    add_model_arguments(parser, default_model="unsloth/Qwen3-4B-Base")
+    add_model_arguments(parser, default_model="unsloth/Qwen3-4B-Base", with_walker=False)
     group = parser.add_argument_group("workload")
-    group.add_argument("--parts", metavar="NAMES", type=part_names, default=list(PARTS), help="comma separated (default: all)")
+    group.add_argument("--parts", metavar="NAMES", type=part_names, default=",".join(PARTS), help="comma separated")
     group.add_argument("--gpus", metavar="N", type=integer(1), default=gpus or 2, help="GPUs, or CPU processes where there are none")
     group.add_argument("--num_actors", metavar="N", type=integer(1), help="of the pool; more than GPUs share them (default: --gpus)")
     group.add_argument(
-        "--batch_sizes", metavar="N,N", type=integers, default=[64, 256] if gpus else [2, 4], help="sequences for each GPU"
+        "--batch_sizes", metavar="N,N", type=integers, default="64,256" if gpus else "2,4", help="sequences for each GPU"
     )
     group.add_argument("--prompt_tokens", metavar="N", type=integer(2), default=128 if gpus else 16, help="random ids")
     group.add_argument("--max_new_tokens", metavar="N", type=integer(1), default=512 if gpus else 8, help="of each sequence")
     group.add_argument("--n_rounds", metavar="N", type=integer(1), default=5 if gpus else 2, help="measured, after one to warm up")
-    group.add_argument("--lora_rank", metavar="R", type=integer(1), default=32, help="of the adapter on all seven projections")
+    group.add_argument("--lora_rank", metavar="R", type=integer(1), default=32, help="of the adapter")
     group.add_argument("--lora_mode", choices=LORA_MODES, default="merged", help="how the rollout parts compute it; grpo runs active")
     group.add_argument("--kv_memory_gb", metavar="X", type=number(0, 1e6, open_low=True), help="of each engine (default: what it needs)")
-    group.add_argument("--seed", metavar="N", type=integer(0), default=0)
+    group.add_argument("--seed", metavar="N", type=integer(0), default=0, help="of weights, prompts and sampling")
     group = parser.add_argument_group("GRPO, on each rank")
     group.add_argument("--grpo_steps", metavar="N", type=integer(1), default=8 if gpus else 2, help="optimizer steps")
     group.add_argument("--grpo_prompts", metavar="N", type=integer(1), default=8 if gpus else 1, help="of each step")
@@ -381,9 +382,10 @@ def report(stats: MultiGPUStats) -> str:
         lines += ["", "| GRPO on ranks | completions a step | step, median s | of which rollout | completions/s | peak GB a rank |",
                   "|---|---|---|---|---|---|"]  # fmt: skip
         for steps in stats.grpo:
+            peak = "-" if steps.peak_memory_gb is None else f"{steps.peak_memory_gb:.1f}"
             cells = [
                 steps.ranks, steps.completions, f"{steps.step_seconds:.2f}", f"{steps.rollout_seconds:.2f}",
-                f"{steps.completions / steps.step_seconds:.2f}", f"{steps.peak_memory_gb:.1f}",
+                f"{steps.completions / steps.step_seconds:.2f}", peak,
             ]  # fmt: skip
             lines.append("| " + " | ".join(map(str, cells)) + " |")
     return "\n".join(lines)
@@ -401,8 +403,7 @@ def main(argv: list[str] | None = None) -> int:
             require_ray()
         except ImportError as error:
             fail(str(error))
-    flags = {key: value for key, value in vars(args).items() if key not in ("default_model", "cpu_model", "fallbacks", "rank_part")}
-    stats = MultiGPUStats(args.model_name, device_name(default_device()), library_versions(), flags)
+    stats = MultiGPUStats(args.model_name, device_name(default_device()), library_versions(), flags_of(args))
     stats.keep_others(args.stats_path, args.parts)
     for part in args.parts:
         if part == "ray":

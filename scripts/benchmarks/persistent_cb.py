@@ -103,7 +103,7 @@ def batching_config(
 def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
     from flex_cli import add_model_arguments, add_prompt_arguments, integer
 
-    add_model_arguments(parser, default_model="unsloth/Qwen3-4B-Base")
+    add_model_arguments(parser, default_model="unsloth/Qwen3-4B-Base", with_walker=False)
     add_prompt_arguments(parser)
     group = parser.add_argument_group("run")
     group.add_argument("--max_new_tokens", metavar="N", type=integer(1), default=128, help="of every completion")

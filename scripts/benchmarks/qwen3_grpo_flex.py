@@ -12,7 +12,7 @@ import math
 import sys
 from collections.abc import Callable
 
-from flex_cli import fail, integer, number
+from flex_cli import add_walker_argument, fail, integer, number
 from flex_compile import COMPILE_MODES
 from flex_engine import HFWalker
 from flex_lora import LORA_MODES
@@ -21,6 +21,7 @@ from unsloth_grpo_common import add_correction_argument, build_grpo_parser, run_
 
 def add_flex_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("engine")
+    add_walker_argument(group)
     group.add_argument(
         "--lora_mode", choices=LORA_MODES, default="active", help="active: the function that is trained; merged: faster, rounds it"
     )

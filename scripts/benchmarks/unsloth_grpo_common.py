@@ -44,6 +44,7 @@ from flex_cli import (
     default_device,
     device_name,
     fail,
+    flags_of,
     hub_reachable,
     integer,
     library_versions,
@@ -89,7 +90,7 @@ def build_grpo_parser(
     """The flags that every GRPO driver has; defaults that depend on the machine are those of this one."""
     on_gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=description, formatter_class=HelpFormatter, allow_abbrev=False)
-    add_model_arguments(parser, default_model, cpu_model)
+    add_model_arguments(parser, default_model, cpu_model, with_walker=False)
     parser.set_defaults(lora_targets="all")
 
     group = parser.add_argument_group("task")
@@ -513,7 +514,7 @@ def train_and_report(
     stats.model_name, stats.max_prompt_length, stats.max_completion_length = (
         args.model_name, args.max_prompt_length, args.max_completion_length
     )  # fmt: skip
-    stats.config = {key: value for key, value in vars(args).items() if key not in ("default_model", "cpu_model", "fallbacks")}
+    stats.config = flags_of(args)
     if torch.cuda.is_available():
         reset_peak_memory()
     started = time.perf_counter()
