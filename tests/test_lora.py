@@ -786,7 +786,7 @@ def test_cycles_of_training_and_refresh_leave_the_base_alone(tmp_path, capsys):
     import lora_cycles
 
     flags = ["--load_format", "dummy", "--model_name", "gemma-4-tiny", "--dtype", "bfloat16", "--cycles", "10", "--batch_size", "2"]
-    flags += ["--max_new_tokens", "4", "--prompt_tokens", "8", "--rank", "4", "--learning_rate", "1e-5", "--json", str(tmp_path / "x.json")]
+    flags += ["--max_new_tokens", "4", "--prompt_tokens", "8", "--lora_rank", "4", "--learning_rate", "1e-5", "--json", str(tmp_path / "x.json")]
     assert lora_cycles.main(flags) == 0
     report = json.loads((tmp_path / "x.json").read_text())
     assert report["base_unchanged"] and report["merge_keeps"]["1"] < report["merge_keeps"]["10"] < 1

@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import get_peft_model
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -30,7 +30,7 @@ from flex_cli import (
 )  # fmt: skip
 from flex_engine import EngineConfig, FlexEngine, RequestOutput, SamplingParams
 from flex_lora import LORA_MODES, active_tensors
-from lora_adapters import LINEAR_TARGETS
+from lora_adapters import lora_config
 from lora_checks import LogprobError, fingerprint, merge_rounding, mode_errors
 from written_walkers import text_model, walker_class_of
 
@@ -100,7 +100,7 @@ def run_cycles(model: nn.Module, args: argparse.Namespace) -> CycleReport:
     prompts = torch.randint(model.get_input_embeddings().num_embeddings, shape, generator=generator).tolist()
     config = EngineConfig(max_batch_size=args.batch_size, max_seq_len=args.prompt_tokens + args.max_new_tokens)
     walker_class = walker_class_of(model)
-    adapted = get_peft_model(model, LoraConfig(r=args.rank, lora_alpha=args.rank, target_modules=list(LINEAR_TARGETS)))
+    adapted = get_peft_model(model, lora_config(model, args.lora_rank))
     adapter = {id(parameter) for _, parameter, _ in active_tensors(adapted)}
     engine = FlexEngine(walker_class(adapted, lora_mode=args.lora_mode), config=config)
     base = [(name, parameter) for name, parameter in adapted.named_parameters() if id(parameter) not in adapter]
@@ -134,16 +134,16 @@ def run_cycles(model: nn.Module, args: argparse.Namespace) -> CycleReport:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter, allow_abbrev=False)
-    add_model_arguments(parser, "unsloth/Qwen3-4B-Base")
+    add_model_arguments(parser, "unsloth/Qwen3-4B-Base", with_walker=False)
     group = parser.add_argument_group("cycles")
-    group.add_argument("--cycles", metavar="N", type=integer(1), default=50)
+    group.add_argument("--cycles", metavar="N", type=integer(1), default=50 if torch.cuda.is_available() else 5, help="optimizer steps")
     group.add_argument("--lora_mode", choices=LORA_MODES, default="active", help="of the engine that samples")
-    group.add_argument("--rank", metavar="N", type=integer(1), default=32)
-    group.add_argument("--learning_rate", metavar="X", type=number(0, 1), default=5e-6)
+    group.add_argument("--lora_rank", metavar="R", type=integer(1), default=32, help="of the adapter")
+    group.add_argument("--learning_rate", metavar="X", type=number(0, 1), default=5e-6, help="constant")
     group.add_argument("--batch_size", metavar="N", type=integer(1), default=8, help="prompts, of random token ids")
-    group.add_argument("--prompt_tokens", metavar="N", type=integer(1), default=32)
-    group.add_argument("--max_new_tokens", metavar="N", type=integer(1), default=32)
-    group.add_argument("--seed", metavar="N", type=integer(0), default=0)
+    group.add_argument("--prompt_tokens", metavar="N", type=integer(1), default=32, help="of each prompt")
+    group.add_argument("--max_new_tokens", metavar="N", type=integer(1), default=32, help="of each completion")
+    group.add_argument("--seed", metavar="N", type=integer(0), default=0, help="of prompts, sampling and dummy weights")
     group.add_argument("--json", metavar="FILE", help="where the report goes as well")
     args = parser.parse_args(argv)
     if args.json:
