@@ -148,6 +148,13 @@ def test_without_ray_one_line_says_so(monkeypatch, tmp_path):
         main(["--stats_path", str(tmp_path / "stats.json")])
 
 
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "127.0.0.1:port"])
+def test_a_cluster_that_is_not_there_is_named(address, monkeypatch):
+    monkeypatch.setattr(require_ray(), "is_initialized", lambda: False)
+    with pytest.raises(ValueError, match=f"no Ray cluster at {address}: ."):
+        start_ray(address, 1)
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [("--profile", "--profile looks into one engine"), ("--verify_no_drift", "--verify_no_drift looks into one engine")],

@@ -32,6 +32,7 @@ import math
 import os
 import queue
 import secrets
+import socket
 import statistics
 import sys
 import threading
@@ -86,7 +87,7 @@ RAY = "ray==2.60.0"
 MAX_ATTEMPTS = 3  # at a prompt, before it is suspected of killing the actors
 SPARE = 8  # an actor is given an eighth more than its batch, so that a row that has ended finds the next one waiting
 ALIGNMENT = 64  # bytes between packed tensors
-RESOURCES_TIMEOUT = 20.0  # seconds
+RESOURCES_TIMEOUT, CONNECT_TIMEOUT = 20.0, 5.0  # seconds
 
 
 def require_ray():
@@ -593,12 +594,18 @@ def cause_of(error: Exception) -> str:
 
 def start_ray(address: str | None, num_actors: int, cpus_per_actor: float = 1.0) -> None:
     """Connects to a cluster, whose machines are sent these scripts, or starts one on this machine, whose processes import what this
-    one can. Does nothing where that has been done."""
+    one can. Does nothing where that has been done. Raises ValueError where no cluster answers at the address."""
     ray = require_ray()
     if ray.is_initialized():
         return
     if address is not None:
-        ray.init(address=address, runtime_env={"working_dir": str(Path(__file__).parent)}, logging_level="ERROR")
+        try:
+            host, _, port = address.removeprefix("ray://").partition(":")
+            if port:  # Ray itself would try for minutes
+                socket.create_connection((host, int(port)), CONNECT_TIMEOUT).close()
+            ray.init(address=address, runtime_env={"working_dir": str(Path(__file__).parent)}, logging_level="ERROR")
+        except (OSError, ValueError) as error:
+            raise ValueError(f"no Ray cluster at {address}: {cause_of(error)}") from error
         return
     cpus = max(os.cpu_count(), math.ceil(num_actors * cpus_per_actor))
     paths = {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
@@ -700,9 +707,9 @@ def main(argv: list[str] | None = None) -> int:
     resolve_model_name(args)
     prompts = make_prompts(args)
     inputs = [prompt.token_ids for prompt in prompts]
-    start_ray(args.ray_address, args.num_actors, args.cpus_per_actor)
-    started = time.perf_counter()
     try:
+        start_ray(args.ray_address, args.num_actors, args.cpus_per_actor)
+        started = time.perf_counter()
         pool = RolloutPool(
             functools.partial(build_engine, args, prompts), args.num_actors, args.gpus_per_actor, args.cpus_per_actor, args.max_restarts
         )

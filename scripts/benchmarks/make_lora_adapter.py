@@ -17,7 +17,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from embedded_model import EmbeddedModelError, embedded_model_path
-from flex_cli import EMBEDDED, MODEL_CONFIGS, fail, find_config, integer
+from flex_cli import EMBEDDED, MODEL_CONFIGS, fail, find_config, hub_reachable, integer, is_cached
 from lora_adapters import TARGETS, save_fresh_adapter
 
 
@@ -29,6 +29,8 @@ def read_config(name: str) -> PreTrainedConfig:
         preset = name.rsplit("/", 1)[-1].lower()
         if Path(name).is_file() or any((MODEL_CONFIGS / f"{preset}{suffix}.json").is_file() for suffix in ("", "-text")):
             return find_config(name)
+        if not Path(name).is_dir() and not is_cached(name) and not hub_reachable():
+            raise OSError("no name under model_configs/, no JSON file, no local folder, and the model hub can't be reached")
         return AutoConfig.from_pretrained(name)
     except (EmbeddedModelError, OSError, ValueError) as error:
         fail(f"--model_name {name}: {str(error).splitlines()[0]}")

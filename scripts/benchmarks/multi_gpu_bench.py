@@ -33,19 +33,16 @@ from pathlib import Path
 
 import torch
 from accelerate import PartialState
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from cb_vs_vllm_generation import integers, random_prompts
-from embedded_model import embedded_model_path
 from flex_cli import (
-    EMBEDDED,
     HelpFormatter,
     add_model_arguments,
     check_writable,
     default_device,
     device_name,
     fail,
-    find_config,
     flags_of,
     integer,
     library_versions,
@@ -58,6 +55,7 @@ from flex_engine import EngineConfig, FlexEngine, SamplingParams
 from flex_lora import LORA_MODES
 from flex_ray_rollouts import Broadcast, Loss, RolloutPool, adapter_weights, killed_after, require_ray, start_ray
 from lora_adapters import fresh_adapter
+from make_lora_adapter import read_config
 from unsloth_grpo_common import GRPOStats
 from written_walkers import text_model, walker_class_of
 
@@ -195,15 +193,9 @@ def make_workloads(args: argparse.Namespace, engines: int) -> list[Workload]:
     uneven = {f"batch {size}, the last twice": [size] * (engines - 1) + [2 * size]} if engines > 1 else {}
     workloads = []
     for name, sizes in (even | uneven).items():
-        prompts = iter(random_prompts(sum(sizes), args.prompt_tokens, model_config(args).get_text_config().vocab_size, args.seed))
+        prompts = iter(random_prompts(sum(sizes), args.prompt_tokens, read_config(args.model_name).get_text_config().vocab_size, args.seed))
         workloads.append(Workload(name, [[next(prompts).token_ids for _ in range(size)] for size in sizes]))
     return workloads
-
-
-def model_config(args: argparse.Namespace):
-    if args.load_format == "dummy":
-        return find_config(args.model_name)
-    return AutoConfig.from_pretrained(embedded_model_path() if args.model_name == EMBEDDED else args.model_name)
 
 
 def make_engine(args: argparse.Namespace) -> FlexEngine:
@@ -225,7 +217,8 @@ def make_engine(args: argparse.Namespace) -> FlexEngine:
 def new_adapter(args: argparse.Namespace) -> dict[str, torch.Tensor]:
     """What a trainer would broadcast, on the CPU: the adapter's shapes with random values."""
     with torch.device("meta"):
-        shapes = adapter_weights(fresh_adapter(AutoModelForCausalLM.from_config(model_config(args)), args.lora_rank))
+        model = text_model(AutoModelForCausalLM.from_config(read_config(args.model_name)))
+        shapes = adapter_weights(fresh_adapter(model, args.lora_rank))
     generator = torch.Generator().manual_seed(args.seed)
     return {name: 0.02 * torch.randn(tensor.shape, generator=generator) for name, tensor in shapes.items()}
 
@@ -398,6 +391,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.rank_part:
         return run_as_rank(args)
     check_writable(args.stats_path)
+    read_config(args.model_name)  # a name that is wrong ends here, not in a rank
     if "ray" in args.parts:
         try:
             require_ray()
