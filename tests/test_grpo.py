@@ -640,9 +640,18 @@ def test_two_steps_with_a_mixture_of_experts(flags, tmp_path):
         assert stats.backend == "flex" and max(stats.logp_difference) < (0.02 if "4bit" in flags else 1e-4)
 
 
-def test_compiling_the_models_own_forward_is_refused(tmp_path):
-    with pytest.raises(SystemExit, match="--compile_walker compiles a written walker"):
-        run_driver("qwen3_moe_grpo", "--walker", "hf", "--compile_walker", "walker", "--stats_path", str(tmp_path / "stats.json"))
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--walker hf --compile_walker walker", "--compile_walker compiles a written walker"),
+        ("--backend naive --no-sleep --lora_mode merged", "--backend naive has no engine for --lora_mode, --sleep"),
+        ("--lora_rank 0 --lora_targets experts", "--lora_targets experts is of an adapter, and --lora_rank 0 trains every weight"),
+        ("--load_in_4bit --lora_targets experts", "no stacked experts for an adapter to target .those in 4 bits"),
+    ],
+)
+def test_flags_that_contradict_each_other_are_refused(flags, message, tmp_path):
+    with pytest.raises(SystemExit, match=message):
+        run_driver("qwen3_moe_grpo", *flags.split(), "--stats_path", str(tmp_path / "stats.json"))
 
 
 def test_vllm_driver_says_what_is_missing(monkeypatch, tiny_config, tmp_path):

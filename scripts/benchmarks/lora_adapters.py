@@ -89,7 +89,7 @@ def lora_config(model: nn.Module, rank: int, targets: str = "all") -> LoraConfig
 
     has_experts = any(name.endswith(EXPERT_PARAMETERS) for name, _ in model.named_parameters())
     if targets == "experts" and not has_experts:
-        raise ValueError(f"{type(model).__name__} has no stacked experts for an adapter to target")
+        raise ValueError(f"{type(model).__name__} has no stacked experts for an adapter to target (those in 4 bits hold no parameter)")
     modules = [] if targets == "experts" else [*ATTENTION_TARGETS]
     stacks = [] if targets == "attention" or not has_experts else [*EXPERT_PARAMETERS]
     if targets == "all" and not any(hasattr(module, "num_experts") for module in model.modules()):

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import sys
 
+from flex_cli import fail
 from lora_adapters import TARGETS
 from qwen3_grpo_flex import add_flex_arguments, attach, check_flex_arguments
 from qwen3_moe_flex import DEFAULT_MODEL, TINY_MODEL
@@ -26,10 +27,16 @@ def main(argv: list[str] | None = None) -> int:
     group.add_argument(
         "--lora_targets", choices=TARGETS, default="attention", help="what is trained; experts in 4 bits stay as they are"
     )
+    for_both = vars(parser.parse_args([]))
     add_flex_arguments(parser)
     args = parser.parse_args(argv)
     check_flex_arguments(args)
+    given = [name for name, value in vars(args).items() if value != parser.get_default(name)]
+    if args.lora_rank == 0 and "lora_targets" in given:
+        fail(f"--lora_targets {args.lora_targets} is of an adapter, and --lora_rank 0 trains every weight")
     if args.backend == "naive":
+        if engine_flags := [f"--{name}" for name in given if name not in for_both]:
+            fail(f"--backend naive has no engine for {', '.join(engine_flags)}")
         return run_grpo("naive", args)
     return run_grpo(
         "flex", args, lambda trainer: attach(trainer, args), vllm_importance_sampling_correction=args.importance_sampling
