@@ -656,7 +656,8 @@ class FlexEngine:
         return following, finished
 
     def _launch(self, scheduler: Scheduler, before: Window | None) -> Window:
-        """Several decode steps of every running sequence, behind those of the window `before`. Nothing here waits for the GPU."""
+        """Several decode steps of every running sequence, behind those of the window `before`. Nothing here waits for the GPU, unless a
+        graph has yet to be captured."""
         if before is None:
             self._decode_clock = time.perf_counter()
         ahead = 0 if before is None else before.steps

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from flex_lora import EXPERT_PARAMETERS, LORA_MODES, MAX_MERGED_EXPERTS_GB, target_of
 
 if TYPE_CHECKING:
-    from peft import PeftConfig, PeftModel
+    from peft import LoraConfig, PeftConfig, PeftModel
 
 ATTENTION_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP_TARGETS = ("gate_proj", "up_proj", "down_proj")
@@ -40,7 +40,7 @@ def add_lora_arguments(parser: argparse.ArgumentParser) -> None:
         "--lora_mode",
         choices=LORA_MODES,
         help="merged: fastest, a second copy of the adapted weights; active: no copy, and the function that is trained "
-        f"(default: merged; active with --load_in_4bit, and where experts would be copied that take more than {MAX_MERGED_EXPERTS_GB:g} GB)",
+        f"(default: merged; active with --load_in_4bit, and where a copy of experts would pass {MAX_MERGED_EXPERTS_GB:g} GB)",
     )
     group.add_argument(
         "--no_merge_lora", action="store_true", help="PEFT's own unmerged layers, in the model's own forward: the reference"

@@ -290,7 +290,7 @@ def launch(ranks: int, script: str, flags: list[str]) -> None:
         fail(f"{Path(script).name} on {ranks} ranks ended with exit status {status}")
 
 
-def run_ranks(args: argparse.Namespace, argv: list[str], part: str, ranks: int) -> list[Rounds]:
+def run_ranks(argv: list[str], part: str, ranks: int) -> list[Rounds]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "rounds.json"
         launch(ranks, __file__, [*argv, "--rank_part", part, "--stats_path", str(path)])
@@ -406,7 +406,7 @@ def main(argv: list[str] | None = None) -> int:
             for ranks in sorted({1, args.gpus}):
                 stats.grpo.append(run_grpo(args, ranks))
         else:
-            stats.rounds += run_ranks(args, argv, part, 1 if part == "one" else args.gpus)
+            stats.rounds += run_ranks(argv, part, 1 if part == "one" else args.gpus)
         stats.save(args.stats_path)
     print(report(stats))
     print(f"\nstats: {args.stats_path}")
