@@ -298,6 +298,14 @@ def test_a_slow_actor_does_not_hold_the_rest_and_a_lost_one_is_replaced(cluster,
     pool.shutdown()
 
 
+def test_an_actor_lost_between_calls_is_left_out_of_the_reports(cluster):
+    pool = RolloutPool(make_engine, num_actors=2, max_restarts=0)
+    pool.kill(0)
+    assert len(pool.reports()) == 1
+    assert [(loss.actor, loss.prompts_run_again, loss.restarted) for loss in pool.lost] == [(0, 0, False)]
+    pool.shutdown()
+
+
 def test_a_prompt_that_kills_every_actor_is_named(cluster, prompts, monkeypatch):
     monkeypatch.setattr(flex_ray_rollouts, "MAX_ATTEMPTS", 2)
     pool = RolloutPool(make_deadly_engine, num_actors=1, max_restarts=10)
