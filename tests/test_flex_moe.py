@@ -647,3 +647,12 @@ def test_bench_quotes_failures(monkeypatch, capsys):
         flex_moe_bench.main(["--backend=hf_naive", "--model_name=qwen3-moe-tiny"])
     with pytest.raises(SystemExit, match="--model_name nowhere"):
         flex_moe_bench.main(["--model_name=nowhere"])
+
+
+def test_another_model_is_refused_before_its_weights_are_made(monkeypatch, tmp_path):
+    import flex_cli
+    import qwen3_moe_flex
+
+    monkeypatch.setattr(flex_cli, "load_model", lambda args: pytest.fail("loaded"))
+    with pytest.raises(SystemExit, match="walks qwen3_moe, not qwen3; use --walker hf"):
+        qwen3_moe_flex.main(["--load_format", "dummy", "--model_name", "qwen3-0.6b", "--stats_path", str(tmp_path / "x.json")])

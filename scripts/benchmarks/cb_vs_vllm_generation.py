@@ -57,6 +57,7 @@ from flex_cli import (
     note,
     number,
     resolve_model_name,
+    save_text,
     template_prompts,
 )
 from lora_adapters import add_lora_arguments, check_lora_arguments
@@ -370,10 +371,8 @@ def is_coherent(text: str) -> bool:
 
 
 def save(runs: list[PeerStats], path: str) -> None:
-    """One JSON array, whole or not at all."""
-    incomplete = Path(f"{path}.{os.getpid()}")
-    incomplete.write_text("[" + ",\n".join(stats.to_json() for stats in runs) + "]\n")
-    os.replace(incomplete, path)
+    """One JSON array."""
+    save_text("[" + ",\n".join(stats.to_json() for stats in runs) + "]\n", path)
 
 
 # -------------------------------------------------------------------------------------------------------------- comparison

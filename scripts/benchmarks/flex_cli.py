@@ -694,12 +694,7 @@ class RunStats:
         return stats
 
     def save(self, path: str | Path) -> None:
-        """Whole or not at all: another process never reads half a file. Raises OSError."""
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        incomplete = path.with_name(f".{path.name}.{os.getpid()}")
-        incomplete.write_text(self.to_json() + "\n")
-        os.replace(incomplete, path)
+        save_text(self.to_json() + "\n", path)
 
 
 def library_versions() -> dict[str, str]:
@@ -716,6 +711,15 @@ def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"cpu ({platform.machine()}, {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads)"
+
+
+def save_text(text: str, path: str | Path) -> None:
+    """Whole or not at all: another process never reads half a file. Raises OSError."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    incomplete = path.with_name(f".{path.name}.{os.getpid()}")
+    incomplete.write_text(text)
+    os.replace(incomplete, path)
 
 
 def check_writable(path: str, flag: str = "--stats_path") -> None:
@@ -751,6 +755,7 @@ def run_script(
     except ValueError as error:
         fail(str(error))
     raw = load_prompts(args)
+    refuse_other_models(args, walker_class)
     model, tokenizer = load_model(args)
     if text_model is not None:
         model = text_model(model)
@@ -765,6 +770,23 @@ def run_script(
         if engine.backend.reason:
             note(f"attention backend: {engine.backend.name} ({engine.backend.reason})")
         return run_benchmark(engine, prompts, args)
+
+
+def refuse_other_models(args: argparse.Namespace, walker_class: Callable[..., Walker]) -> None:
+    """Ends the script before a model is made or downloaded that its walker does not take; one whose config is not at hand is left
+    to `load_model`."""
+    resolve_model_name(args)
+    if args.walker == "hf" or args.no_merge_lora or args.model_name == EMBEDDED:
+        return
+    try:
+        config = find_config(args.model_name) if args.load_format == "dummy" else AutoConfig.from_pretrained(
+            args.model_name, local_files_only=not Path(args.model_name).is_dir() and not hub_reachable()
+        )  # fmt: skip
+    except (OSError, ValueError):
+        return
+    if config.model_type not in walker_class.model_types:
+        takes = ", ".join(walker_class.model_types)
+        fail(f"--model_name {args.model_name}: {walker_class.__name__} walks {takes}, not {config.model_type}; use --walker hf")
 
 
 def make_walker(model: PreTrainedModel, walker_class: Callable[..., Walker], args: argparse.Namespace) -> Walker:

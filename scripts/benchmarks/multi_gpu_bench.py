@@ -50,6 +50,7 @@ from flex_cli import (
     note,
     number,
     resolve_model_name,
+    save_text,
 )
 from flex_engine import EngineConfig, FlexEngine, SamplingParams
 from flex_lora import LORA_MODES
@@ -107,9 +108,7 @@ class MultiGPUStats:
     grpo: list[Steps] = field(default_factory=list)
 
     def save(self, path: str) -> None:
-        incomplete = Path(path).with_suffix(f".{os.getpid()}")
-        incomplete.write_text(json.dumps(dataclasses.asdict(self), indent=2) + "\n")
-        os.replace(incomplete, path)
+        save_text(json.dumps(dataclasses.asdict(self), indent=2) + "\n", path)
 
     def keep_others(self, path: str, parts: list[str]) -> None:
         """Takes over the rows of an earlier run that this one does not measure."""

@@ -51,6 +51,7 @@ from flex_cli import (
     load_model,
     note,
     number,
+    save_text,
     top_k,
 )
 from flex_memory import peak_memory_gb, reset_peak_memory
@@ -324,12 +325,7 @@ class GRPOStats:
     extras: dict[str, object] = field(default_factory=dict)
 
     def save(self, path: str | Path) -> None:
-        """Whole or not at all. Raises OSError."""
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        incomplete = path.with_name(f".{path.name}.{os.getpid()}")
-        incomplete.write_text(json.dumps(dataclasses.asdict(self), indent=2) + "\n")
-        os.replace(incomplete, path)
+        save_text(json.dumps(dataclasses.asdict(self), indent=2) + "\n", path)
 
     @classmethod
     def load(cls, path: str | Path) -> GRPOStats:
