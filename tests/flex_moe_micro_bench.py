@@ -16,7 +16,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts" / "benchmarks"))
 
-from cb_vs_vllm_generation import integers, random_prompts, save
+from cb_vs_vllm_generation import check_measured_lora, integers, random_prompts, save
 from flex_cli import (
     RunStats,
     add_bandwidth,
@@ -40,7 +40,7 @@ from flex_cli import (
     template_prompts,
 )
 from flex_engine import FlexEngine
-from lora_adapters import attach_adapter, check_lora_arguments
+from lora_adapters import attach_adapter
 from peer_backends import release_memory
 from qwen3_moe_flex import DEFAULT_MODEL, TINY_MODEL, FlexMoEInference
 
@@ -93,12 +93,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.set_defaults(stats_path="outputs/flex_moe_micro_bench.json", max_new_tokens=length, ignore_eos=True)
     args = parser.parse_args(argv)
     check_writable(args.stats_path)
-    if args.verify_no_drift:
-        fail("--verify_no_drift is a check of the inference scripts; this one measures")
-    try:
-        check_lora_arguments(args)
-    except ValueError as error:
-        fail(str(error))
+    check_measured_lora(args)
     args.n_prompts = max(args.batch_sizes)
     model, tokenizer = load_model(args)
     if args.prompt_tokens is None:

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel
 from safetensors.torch import load_file, save_file
 
 import flex_cli
@@ -136,17 +136,8 @@ def test_weights_that_the_trainer_moves_are_followed():
 
 
 def adapt(model, name="default", seed=0, **options) -> PeftModel:
-    """LoRA on attention, both stacks and nothing else, with B far from zero, unless `options` of LoraConfig say otherwise."""
-    chosen = {
-        "r": 4, "lora_alpha": 8, "target_modules": list(la.ATTENTION_TARGETS), "target_parameters": STACKS, "init_lora_weights": False,
-        **options,
-    }  # fmt: skip
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        adapted = get_peft_model(model, LoraConfig(**chosen), adapter_name=name)
-        for _, parameter, _ in flex_lora.active_tensors(adapted):
-            parameter.data += 0.1 * torch.randn_like(parameter)
-    return adapted.eval()
+    """LoRA on attention, both stacks and nothing else, unless `options` of LoraConfig say otherwise."""
+    return tm.adapted(model, name, seed, **{"target_modules": list(la.ATTENTION_TARGETS), "target_parameters": STACKS, **options})
 
 
 TARGETS = {
@@ -650,9 +641,6 @@ def test_bench_quotes_failures(monkeypatch, capsys):
 
 
 def test_another_model_is_refused_before_its_weights_are_made(monkeypatch, tmp_path):
-    import flex_cli
-    import qwen3_moe_flex
-
     monkeypatch.setattr(flex_cli, "load_model", lambda args: pytest.fail("loaded"))
     with pytest.raises(SystemExit, match="walks qwen3_moe, not qwen3; use --walker hf"):
         qwen3_moe_flex.main(["--load_format", "dummy", "--model_name", "qwen3-0.6b", "--stats_path", str(tmp_path / "x.json")])

@@ -32,15 +32,9 @@ PROMPTS = tm.random_prompts([5, 20, 33])
 NEAR = dict(atol=2e-4, rtol=1e-4)
 
 
-def adapt(model, name="default", seed=0, model_config=None, **options) -> PeftModel:
-    """LoRA on all seven projections with B far from zero, unless `options` of LoraConfig say otherwise."""
-    chosen = {"r": 4, "lora_alpha": 8, "target_modules": list(la.LINEAR_TARGETS), "init_lora_weights": False, **options}
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        adapted = get_peft_model(model, LoraConfig(**chosen), adapter_name=name)
-        for _, parameter, _ in flex_lora.active_tensors(adapted):
-            parameter.data += 0.1 * torch.randn_like(parameter)
-    return adapted.eval()
+def adapt(model, name="default", seed=0, **options) -> PeftModel:
+    """LoRA on all seven projections, unless `options` of LoraConfig say otherwise."""
+    return tm.adapted(model, name, seed, **{"target_modules": list(la.LINEAR_TARGETS), **options})
 
 
 def engine_of(model, mode=None, **walker_options) -> FlexEngine:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 
 import torch
+from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
@@ -29,6 +30,8 @@ from transformers import (
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
+
+from flex_lora import active_tensors
 
 VOCAB = 320
 SIZES = dict(
@@ -168,3 +171,14 @@ class SpellingTokenizer:
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
         return "".join(f"<{token}>" for token in token_ids)
+
+
+def adapted(model: PreTrainedModel, name: str, seed: int, **options) -> PeftModel:
+    """A LoRA adapter of rank 4 with B far from zero; `options` are LoraConfig's."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        config = LoraConfig(**{"r": 4, "lora_alpha": 8, "init_lora_weights": False, **options})
+        peft_model = get_peft_model(model, config, adapter_name=name)
+        for _, parameter, _ in active_tensors(peft_model):
+            parameter.data += 0.1 * torch.randn_like(parameter)
+    return peft_model.eval()

@@ -54,6 +54,7 @@ from flex_cli import (
     integer,
     library_versions,
     load_prompts,
+    names_of,
     note,
     number,
     resolve_model_name,
@@ -97,7 +98,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add_engine_arguments(parser)
     add_run_arguments(parser)
     group = parser.add_argument_group("backends")
-    group.add_argument("--backend", metavar="NAMES", type=backends, default=["flex"], help=f"comma separated, of {', '.join(PEERS)}")
+    group.add_argument("--backend", metavar="NAMES", type=names_of("backend", PEERS), default=["flex"], help=f"comma separated, of {', '.join(PEERS)}")
     group.add_argument(
         "--attn_impl", metavar="NAME", default=os.environ.get("HF_ATTN_IMPL"),
         help="attention of the transformers backends, as from_pretrained takes it (default: HF_ATTN_IMPL, else transformers' choice)",
@@ -129,12 +130,14 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def backends(text: str) -> list[str]:
-    names = text.split(",")
-    for name in names:
-        if name not in PEERS:
-            raise argparse.ArgumentTypeError(f"no backend {name!r}; there are {', '.join(PEERS)}")
-    return names
+def check_measured_lora(args: argparse.Namespace) -> None:
+    """Ends a script that measures if the flags of adapters and 4-bit weights don't go together, or ask for a check."""
+    if args.verify_no_drift:
+        fail("--verify_no_drift is a check of the inference scripts; this one measures")
+    try:
+        check_lora_arguments(args)
+    except ValueError as error:
+        fail(str(error))
 
 
 def integers(text: str) -> list[int]:
@@ -509,12 +512,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         fail("--n: several completions of a prompt are a workload of their own here, --groups PROMPTSxN")
     if args.stop or args.stop_token_ids:
         fail("--stop and --stop_token_ids don't apply: every completion has its length fixed")
-    if args.verify_no_drift:
-        fail("--verify_no_drift is a check of the inference scripts; this one measures")
-    try:
-        check_lora_arguments(args)
-    except ValueError as error:
-        fail(str(error))
+    check_measured_lora(args)
     check_writable(args.stats_path)
     if len(args.backend) > 1:
         return run_children(args, argv)

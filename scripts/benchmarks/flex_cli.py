@@ -22,8 +22,9 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from functools import cache
 from importlib import metadata, resources
 from pathlib import Path
 from typing import NoReturn
@@ -301,6 +302,19 @@ def number(low: float, high: float, open_low: bool = False) -> Callable[[str], f
     return parse
 
 
+def names_of(kind: str, known: Collection[str]) -> Callable[[str], list[str]]:
+    """Comma separated, of the known ones."""
+
+    def parse(text: str) -> list[str]:
+        names = text.split(",")
+        for name in names:
+            if name not in known:
+                raise argparse.ArgumentTypeError(f"no {kind} {name!r}; there are {', '.join(known)}")
+        return names
+
+    return parse
+
+
 def top_k(text: str) -> int:
     return 0 if text.lower() == "none" or int(text) == -1 else integer(0)(text)
 
@@ -435,6 +449,7 @@ def is_cached(name: str) -> bool:
     return isinstance(try_to_load_from_cache(name, "config.json"), str)
 
 
+@cache
 def hub_reachable(timeout: float = 5.0) -> bool:
     """Asks once and briefly: the hub client itself would retry for half a minute and print each attempt."""
     if hub.HF_HUB_OFFLINE:
@@ -778,12 +793,14 @@ def refuse_other_models(args: argparse.Namespace, walker_class: Callable[..., Wa
     resolve_model_name(args)
     if args.walker == "hf" or args.no_merge_lora or args.model_name == EMBEDDED:
         return
-    try:
-        config = find_config(args.model_name) if args.load_format == "dummy" else AutoConfig.from_pretrained(
-            args.model_name, local_files_only=not Path(args.model_name).is_dir() and not hub_reachable()
-        )  # fmt: skip
-    except (OSError, ValueError):
-        return
+    if args.load_format == "dummy":
+        config = find_config(args.model_name)
+    else:
+        local_only = not Path(args.model_name).is_dir() and not hub_reachable()
+        try:
+            config = AutoConfig.from_pretrained(args.model_name, local_files_only=local_only)
+        except (OSError, ValueError):
+            return
     if config.model_type not in walker_class.model_types:
         takes = ", ".join(walker_class.model_types)
         fail(f"--model_name {args.model_name}: {walker_class.__name__} walks {takes}, not {config.model_type}; use --walker hf")

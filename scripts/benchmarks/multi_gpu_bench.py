@@ -47,6 +47,7 @@ from flex_cli import (
     integer,
     library_versions,
     load_model,
+    names_of,
     note,
     number,
     resolve_model_name,
@@ -135,7 +136,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter, allow_abbrev=False)
     add_model_arguments(parser, default_model="unsloth/Qwen3-4B-Base", with_walker=False)
     group = parser.add_argument_group("workload")
-    group.add_argument("--parts", metavar="NAMES", type=part_names, default=",".join(PARTS), help="comma separated")
+    group.add_argument("--parts", metavar="NAMES", type=names_of("part", PARTS), default=",".join(PARTS), help="comma separated")
     group.add_argument("--gpus", metavar="N", type=integer(1), default=gpus or 2, help="GPUs, or CPU processes where there are none")
     group.add_argument("--num_actors", metavar="N", type=integer(1), help="of the pool; more than GPUs share them (default: --gpus)")
     group.add_argument(
@@ -160,14 +161,6 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     if gpus and args.gpus > gpus:
         fail(f"--gpus {args.gpus}: there are {gpus}")
     return args
-
-
-def part_names(text: str) -> list[str]:
-    names = text.split(",")
-    for name in names:
-        if name not in PARTS:
-            raise argparse.ArgumentTypeError(f"no part {name!r}; there are {', '.join(PARTS)}")
-    return names
 
 
 # ------------------------------------------------------------------------------------------------------------------ workloads
