@@ -2,7 +2,7 @@
 
 Every projection of all 36 layers runs in one CUDA graph with what follows it (SiLU gate, residual + norm), once with merged
 weights, once with active LoRA of rank 32, and over random NF4 codes with and without LoRA. Microseconds are per layer. Also
-timed: what `refresh_lora` does in each mode. The last lines are a table of it all.
+timed: what `refresh_lora` does in each mode, and PEFT's own merge and unmerge of the same adapter. The last lines are a table of it all.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from itertools import product
 from pathlib import Path
@@ -30,6 +30,7 @@ from lora_adapters import fresh_adapter
 from qwen3_flex_inference import Qwen3Walker
 
 RANK = 32
+PEFT_MERGE = "PEFT's merge + unmerge"
 # Output features of the parts, input features.
 SHAPES = {
     "qkv": ([4096, 1024, 1024], HIDDEN),
@@ -156,19 +157,32 @@ def bench_modes(report: Report, batches: list[int]) -> None:
         print(f"{mode}: {(torch.cuda.memory_allocated() - before) / 1e9:.2f} GB more", flush=True)
         layers = [{kind: getattr(layer, kind) for kind in SHAPES} for layer in walker.layers]
         time_products(report, mode, layers, batches, 2)
-        returned, finished = [], []
-        for _ in range(9):
-            torch.cuda.synchronize()
-            started = time.perf_counter()
-            walker.refresh()
-            returned.append(time.perf_counter() - started)
-            torch.cuda.synchronize()
-            finished.append(time.perf_counter() - started)
+        returned, finished = timed(walker.refresh)
         moved = 4 * LAYERS * sum(sum(sizes) * K for sizes, K in SHAPES.values()) if mode == "merged" else 0
-        print(report.add("refresh", 0, mode, statistics.median(finished) * 1e6, moved), flush=True)
-        print(report.add("refresh, host", 0, mode, statistics.median(returned) * 1e6, 0), flush=True)
+        print(report.add("refresh", 0, mode, finished, moved), flush=True)
+        print(report.add("refresh, host", 0, mode, returned, 0), flush=True)
         del walker, layers
         torch.cuda.empty_cache()
+
+    def merge_and_unmerge() -> None:
+        model.merge_adapter()
+        model.unmerge_adapter()
+
+    for variant, us in zip(("returned", "finished"), timed(merge_and_unmerge)):
+        print(report.add(PEFT_MERGE, 0, variant, us, 0), flush=True)
+
+
+def timed(run: Callable[[], object], times: int = 9) -> tuple[float, float]:
+    """Median microseconds until `run` returned, and until the GPU had finished."""
+    returned, finished = [], []
+    for _ in range(times):
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        run()
+        returned.append(time.perf_counter() - started)
+        torch.cuda.synchronize()
+        finished.append(time.perf_counter() - started)
+    return statistics.median(returned) * 1e6, statistics.median(finished) * 1e6
 
 
 def bench_low_rank(report: Report, batches: list[int]) -> None:
@@ -202,6 +216,7 @@ def print_table(report: Report, batches: list[int]) -> None:
         print(f"{'ms, 36 layers':24}" + "".join(f"{us['all four', batch, v] * LAYERS / 1e3:12.3f}" for v in variants))
     for mode in LORA_MODES:
         print(f"refresh, {mode}: {us['refresh', 0, mode] / 1e3:.2f} ms, of which host {us['refresh, host', 0, mode] / 1e3:.2f}")
+    print(f"PEFT's merge + unmerge: {us[PEFT_MERGE, 0, 'finished'] / 1e3:.2f} ms")
 
 
 def nf4_variants(N: int) -> Iterator[flex_nf4.NF4Options]:
