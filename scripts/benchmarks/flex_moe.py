@@ -65,10 +65,10 @@ def moe_options(pairs: int, bank: Experts) -> MoEOptions:
     """
     mean, nf4 = pairs / bank.num_experts, isinstance(bank.gate_up_EIC, NF4Weight)
     block_m = 16 if mean <= (4 if nf4 else 8) else 32 if mean <= 16 else 64 if mean <= 48 else 128
-    num_warps = max(block_m // 16, 4)
+    if nf4 and block_m == 128:
+        return MoEOptions(block_m, GroupedOptions(64, NF4_BLOCK, 8, 3), GroupedOptions(128, NF4_BLOCK, 4, 3))
     if nf4:
-        # Larger tiles were 2 % faster at 48 tokens and a third at 4096, before nf4_dot waited for the tensor core.
-        return MoEOptions(block_m, GroupedOptions(32, NF4_BLOCK, num_warps, 4), GroupedOptions(64, NF4_BLOCK, num_warps, 4))
+        return MoEOptions(block_m, GroupedOptions(32, NF4_BLOCK, 4, 4), GroupedOptions(128 if block_m < 64 else 64, NF4_BLOCK, 4, 4))
     if bank.gate_up_EIC.dtype == torch.float32:  # no tensor cores: small tiles in registers
         return MoEOptions(min(block_m, 32), *[GroupedOptions(32, 32, 4, 2)] * 2)
     if block_m < 64:
