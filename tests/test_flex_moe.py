@@ -588,7 +588,7 @@ def test_verification_of_the_first_layers(capsys):
 @pytest.mark.parametrize("mode", MODES)
 def test_verification_with_an_adapter_on_attention_and_experts(mode, tmp_path):
     common = ["--model_name=qwen3-moe-tiny"]
-    assert make_lora_adapter.main([*common, "--rank=8", f"--output={tmp_path}"]) == 0
+    assert make_lora_adapter.main([*common, "--lora_rank=8", f"--output={tmp_path}"]) == 0
     flags = ["--load_format=dummy", "--dtype=float32", "--n_prompts=4", "--max_new_tokens=16", f"--lora_adapter={tmp_path}"]
     assert verify_qwen3_moe_numerics.main([*common, *flags, f"--lora_mode={mode}"]) == 0
 

@@ -39,7 +39,7 @@ def read_config(name: str) -> PreTrainedConfig:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model_name", default="unsloth/Qwen3-4B-Base", help="whose shapes the adapter has (default: %(default)s)")
-    parser.add_argument("--rank", type=integer(1), default=32, help="(default: %(default)s)")
+    parser.add_argument("--lora_rank", type=integer(1), default=32, help="of the adapter (default: %(default)s)")
     parser.add_argument(
         "--targets", choices=TARGETS, default="all", help="experts: PEFT's target_parameters on a MoE's stacks (default: %(default)s)"
     )
@@ -51,7 +51,7 @@ def main(argv: list[str] | None = None) -> int:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.name_or_path = args.model_name
     try:
-        save_fresh_adapter(model, args.output, args.rank, args.seed, args.targets)
+        save_fresh_adapter(model, args.output, args.lora_rank, args.seed, args.targets)
     except ValueError as error:
         fail(f"--targets {args.targets}: {error}")
     print(args.output)
