@@ -9,22 +9,24 @@ import os
 import time
 from pathlib import Path
 
+import flex_ray
 import flex_ray_rollouts
 import pytest
 import tiny_models
 import torch
 from flex_engine import EngineConfig, FlexEngine, InvalidPromptError, SamplingParams
-from flex_ray_rollouts import (
+from flex_ray import (
+    ActorsLostError,
     PackedWeights,
     RolloutPool,
     adapter_weights,
     attach_ray_rollouts,
-    main,
     make_groups,
     require_ray,
     start_ray,
     take_over,
 )
+from flex_ray_rollouts import main
 from flex_weights import unwrapped
 from lora_adapters import fresh_adapter
 from peft import get_peft_model_state_dict
@@ -293,8 +295,9 @@ def test_a_slow_actor_does_not_hold_the_rest_and_a_lost_one_is_replaced(cluster,
             pool.load_weights(weights)  # waits for the replacement
             version += 1
     assert [member.number for member in pool.members] == [fast]
-    with pytest.raises(RuntimeError, match="no actor is left"):
-        generate_and_kill(fast)
+    for call in (generate_and_kill, lambda actor: pool.generate(prompts, PARAMS), lambda actor: pool.load_weights(weights)):
+        with pytest.raises(ActorsLostError, match=f"no actor is left: actor {fast} was the last to be lost, .* `ray.kill`"):
+            call(fast)
     pool.shutdown()
 
 
@@ -307,9 +310,9 @@ def test_an_actor_lost_between_calls_is_left_out_of_the_reports(cluster):
 
 
 def test_a_prompt_that_kills_every_actor_is_named(cluster, prompts, monkeypatch):
-    monkeypatch.setattr(flex_ray_rollouts, "MAX_ATTEMPTS", 2)
+    monkeypatch.setattr(flex_ray, "MAX_ATTEMPTS", 2)
     pool = RolloutPool(make_deadly_engine, num_actors=1, max_restarts=10)
-    with pytest.raises(RuntimeError, match=r"2 actors were lost while they ran prompts \[.*1"):
+    with pytest.raises(ActorsLostError, match=r"2 actors were lost while they ran prompts \[.*1"):
         pool.generate([prompts[0], [7, 7, 7], prompts[1]], SamplingParams(max_tokens=2, seed=0))
     pool.shutdown()
 
@@ -328,9 +331,12 @@ def make_deadly_engine() -> FlexEngine:
 
 
 def test_what_can_not_start_says_why(cluster, monkeypatch):
-    monkeypatch.setattr(flex_ray_rollouts, "RESOURCES_TIMEOUT", 0)
+    monkeypatch.setattr(flex_ray, "RESOURCES_TIMEOUT", 0)
     with pytest.raises(ValueError, match="need 64 GPU together, and 0 are free"):
         RolloutPool(make_engine, num_actors=1, gpus_per_actor=64)
+    monkeypatch.setattr(require_ray(), "cluster_resources", lambda: {"GPU": 2.0})
+    with pytest.raises(ValueError, match="3 actors of 0.6 GPU: 2 GPUs in the cluster hold 1 each"):
+        RolloutPool(make_engine, num_actors=3, gpus_per_actor=0.6)
     with pytest.raises(ValueError, match="actor 0 could not start: .*no such weights"):
         RolloutPool(broken_engine, num_actors=1)
 
@@ -361,17 +367,36 @@ def make_engine_on_gpu() -> FlexEngine:
     return FlexEngine(Qwen3Walker(model, lora_mode="active"), None, config)
 
 
-def test_main(cluster, tmp_path, capsys):
+def tiny_flags(tmp_path, flags: str) -> list[str]:
     config = tmp_path / "tiny.json"
     config.write_text(json.dumps(tiny_models.qwen3().config.to_dict()))
+    given = f"--load_format dummy --model_name {config} --n_prompts 6 --prompt_tokens 20 --n 2 --max_new_tokens 6 --ignore_eos"
+    return f"{given} --max_batch_size 2 --stats_path {tmp_path / 'stats.json'} {flags}".split()
+
+
+def test_main(cluster, tmp_path, capsys):
     fresh_adapter(tiny_models.qwen3(), rank=4).save_pretrained(str(tmp_path / "adapter"))
-    flags = f"--load_format dummy --model_name {config} --num_actors 2 --n_prompts 6 --prompt_tokens 20 --n 2 --max_new_tokens 6"
-    stats = tmp_path / "stats.json"
-    flags += f" --lora_adapter {tmp_path / 'adapter'} --lora_mode active --kill_one --ignore_eos --max_batch_size 2 --stats_path {stats}"
-    assert main(flags.split()) == 0
-    written = json.loads(stats.read_text())
+    assert main(tiny_flags(tmp_path, f"--num_actors 2 --lora_adapter {tmp_path / 'adapter'} --lora_mode active --kill_one")) == 0
+    written = json.loads((tmp_path / "stats.json").read_text())
     assert [round["generated_tokens"] for round in written["rounds"]] == [6 * 2 * 6] * 2
     assert written["killed"]["generated_tokens"] == 6 * 2 * 6
     assert len(written["pool"]["broadcasts"]) == 2 and len(written["pool"]["lost"]) == 1
     assert sum(written["pool"]["tokens"]) == 4 * 6 * 2 * 6
     assert "an actor killed" in capsys.readouterr().out
+
+
+def test_a_benchmark_that_loses_every_actor_says_which_and_keeps_its_rounds(cluster, tmp_path, monkeypatch):
+    """In one line, and a file that an earlier run left is not touched before there is something to put in its place."""
+    measure = flex_ray_rollouts.run_round
+
+    def run_round_and_kill(pool, inputs, params):
+        if pool.call == rounds_before:
+            pool.kill(0)
+        return measure(pool, inputs, params)
+
+    monkeypatch.setattr(flex_ray_rollouts, "run_round", run_round_and_kill)
+    flags, stats = tiny_flags(tmp_path, "--num_actors 1 --max_restarts 0 --n_rounds 3"), tmp_path / "stats.json"
+    for rounds_before, measured in ((3, "the rounds before, 2, are in .*stats.json"), (0, "nothing was measured")):
+        with pytest.raises(SystemExit, match=f"^error: no actor is left: actor 0 was the last to be lost, .* `ray.kill`.; {measured}$"):
+            main(flags)
+        assert len(json.loads(stats.read_text())["rounds"]) == 2

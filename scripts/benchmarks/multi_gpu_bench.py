@@ -55,7 +55,8 @@ from flex_cli import (
 )
 from flex_engine import EngineConfig, FlexEngine, SamplingParams
 from flex_lora import LORA_MODES
-from flex_ray_rollouts import Broadcast, Loss, RolloutPool, adapter_weights, killed_after, require_ray, start_ray
+from flex_ray import Broadcast, Loss, RolloutPool, adapter_weights, require_ray, start_ray
+from flex_ray_rollouts import killed_half_way, run_round
 from lora_adapters import fresh_adapter
 from make_lora_adapter import read_config
 from unsloth_grpo_common import GRPOStats
@@ -305,15 +306,13 @@ def run_ray(args: argparse.Namespace, stats: MultiGPUStats) -> None:
         )
         note(f"ray, {workload.name}: {rounds.tps:.0f} tok/s")
         if workload.name == f"batch {max(args.batch_sizes)}":
-            largest, usual = workload, statistics.median(rounds.seconds)
+            largest, usual = workload, rounds.seconds
     for _ in range(args.n_rounds):
         pool.load_weights(adapter)
-    stats.killed = Rounds("ray", f"{largest.name}, an actor killed half way", args.num_actors, len(largest.prompts), 0)
-    started = time.perf_counter()
-    with killed_after(pool, usual / 2):
-        rollouts = pool.generate(largest.prompts, params_of(args, 0))
-    stats.killed.seconds.append(time.perf_counter() - started)
-    stats.killed.tokens = sum(len(completion.token_ids) for rollout in rollouts for completion in rollout.outputs)
+    with killed_half_way(pool, usual):
+        killed = run_round(pool, largest.prompts, params_of(args, 0))
+    name = f"{largest.name}, an actor killed half way"
+    stats.killed = Rounds("ray", name, args.num_actors, len(largest.prompts), killed.generated_tokens, [killed.total_seconds])
     totals = pool.stats()
     stats.broadcasts, stats.lost = totals.broadcasts, totals.lost
     pool.shutdown()
