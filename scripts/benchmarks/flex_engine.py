@@ -38,6 +38,7 @@ from tqdm import tqdm
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from flex_compile import FREEZE, CompiledForward, compile_mode
+from flex_cpu import PackedWeights
 from flex_decode_attention import MIN_SHARED_KEYS
 from flex_kernels import SlotColumn, advance_rows, gather_rows
 from flex_paged_attention import (
@@ -367,6 +368,7 @@ class FlexEngine:
         self.steps_per_look = steps
         self.graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}  # by row count, and whether rows share pages
         self.graph_pool = None
+        self.packed = PackedWeights()  # on a CPU, while sequences run
         self._scheduler: Scheduler | None = None
         self.reset_stats()
 
@@ -428,6 +430,7 @@ class FlexEngine:
     def refresh_lora(self) -> None:
         """Takes over the trainer's current weights, adapter or full; call it after every optimizer step."""
         started = time.perf_counter()
+        self.packed.clear()
         with torch.no_grad():
             if self.walker.refresh():
                 self.drop_graphs()
@@ -547,6 +550,7 @@ class FlexEngine:
         self._require_idle("generate")
         self._synchronize()  # an interrupted call may have left steps under way
         self.wake_up()
+        self.packed.clear()
         scheduler = self._scheduler = Scheduler(self.cache, self.config.max_batch_size, [])
         under_way: dict[int, tuple[RequestOutput, int]] = {}  # with the number of its completions
         window: Window | None = None
@@ -585,12 +589,15 @@ class FlexEngine:
                             },
                             refresh=False,
                         )
+                    if not scheduler.busy:
+                        self.packed.clear()  # whoever is waited for may change the weights
                     arrived = next(arrivals, None)
                 if window is not None:  # given before the host knew that all had ended: its steps count, and nothing runs on behind us
                     self._look(scheduler, window)
         finally:
             # An interrupted rollout must leave the pool as it found it.
             scheduler.release_all()
+            self.packed.clear()
             self._stats.preemptions += scheduler.preemptions
             self._scheduler = None
             bar.close()
@@ -633,7 +640,8 @@ class FlexEngine:
         positions_T = row([np.arange(length, dtype=np.int64) for length in lengths])
         slots_T = row([self.cache.token_slots(pages, len(token_ids)) for token_ids, pages in prompts])
         attend = Attend(self.cache, PrefillBatch(positions_T, slots_T, lengths), self.backend)
-        self.walker.forward(tokens_T, positions_T, attend)
+        with self.packed.in_use():
+            self.walker.forward(tokens_T, positions_T, attend)
         self._stats.prefill_tokens += total
 
     def _advance(self, scheduler: Scheduler, window: Window | None) -> tuple[Window | None, list[Sequence]]:
@@ -691,7 +699,8 @@ class FlexEngine:
         batch = DecodeBatch(
             rows.positions_B, rows.token_slots_B, rows.lengths_B, rows.page_table_BP, max_length, shares_pages
         )
-        logits_BV = self.walker.forward(rows.tokens_B, rows.positions_B, Attend(self.cache, batch, self.backend))
+        with self.packed.in_use():
+            logits_BV = self.walker.forward(rows.tokens_B, rows.positions_B, Attend(self.cache, batch, self.backend))
         sampled = sample(
             logits_BV, rows.temperature_B, rows.top_k_B, rows.top_p_B, rows.min_p_B, rows.seeds_B, rows.positions_B
         )

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import flex_cpu
 from flex_kernels import gelu_mul, gelu_tanh, norm_add_norm, rms_norm, rms_norm_reference, silu_mul, silu_mul_reference
 from flex_triton import (
     TensorDescriptor, cdiv, cuda_capability, jit, next_power_of_2, pdl_options, tl, use_triton, wait_for_inputs,
@@ -218,13 +219,10 @@ def options_for(x_TK: Tensor, weight_NK: Tensor, gated: bool = False) -> LinearO
 
 
 def dense(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
-    """F.linear. On a CPU, fp32 products of few rows with a tall weight go through MKL with the weight on the left: a quarter to a
-    half of the time less on two cores (SmolLM2's qkv, gate_up and lm_head at 8 rows)."""
-    tall = weight_NK.shape[0] >= weight_NK.shape[1]
-    if x_TK.device.type == "cpu" and x_TK.dtype == torch.float32 and len(x_TK) <= 16 and tall:
-        y_TN = (weight_NK @ x_TK.T).T.contiguous()
-        return y_TN if bias_N is None else y_TN + bias_N
-    return F.linear(x_TK, weight_NK, bias_N)
+    """F.linear, by flex_cpu on a CPU."""
+    if x_TK.device.type != "cpu" or torch.compiler.is_compiling():
+        return F.linear(x_TK, weight_NK, bias_N)
+    return flex_cpu.linear(x_TK, weight_NK, bias_N)
 
 
 def linear_reference(x_TK, weight_NK, bias_N=None, residual_TN=None) -> Tensor:

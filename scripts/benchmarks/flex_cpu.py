@@ -1,0 +1,70 @@
+"""Matrix products on a CPU: oneDNN's, against weights that are packed once for a whole generate call.
+
+    packed = PackedWeights()
+    with packed.in_use():       # flex_linear.dense finds it
+        walker.forward(...)
+    packed.clear()              # the weights may change
+
+Packed weights take a second copy of every weight that is multiplied with, for as long as a call runs. They can't go stale, since none
+outlives the call: an optimizer writes through `parameter.data`, which leaves no trace on the tensors that the engine holds.
+
+Two cores with AVX512, SmolLM2-135M, products of a decode step of 8 rows: fp32 52 -> 25 ms, bf16 26 -> 19 ms; packing takes 125 and
+65 ms. Per row count (1, 2, 8, 16, 32, 128, 800), packed time as a part of F.linear's: fp32 .7 .5 .4 .4 .5 .6 .8, bf16 .8 .6 .7 .7
+.7 .9 .9. The packed layout is the same for all of them, and so are a row's bits, but for those of one row alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_thread = threading.local()
+
+
+class PackedWeights:
+    """Packed copies of weights, made at their first use. Holds the weights too, so that no other tensor takes an address meanwhile."""
+
+    def __init__(self) -> None:
+        self.entries: dict[tuple, tuple[Tensor, int, Tensor]] = {}  # weight, its version, packed
+
+    def clear(self) -> None:
+        self.entries.clear()
+
+    @contextlib.contextmanager
+    def in_use(self) -> Iterator[None]:
+        """`linear` packs the weights that it meets in this thread."""
+        before, _thread.packed = getattr(_thread, "packed", None), self
+        try:
+            yield
+        finally:
+            _thread.packed = before
+
+    def of(self, weight_NK: Tensor) -> Tensor:
+        key = weight_NK.data_ptr(), weight_NK.dtype, *weight_NK.shape, *weight_NK.stride()
+        entry = self.entries.get(key)
+        if entry is None or entry[1] != weight_NK._version:
+            entry = weight_NK, weight_NK._version, torch.ops.mkldnn._reorder_linear_weight(weight_NK)
+            self.entries[key] = entry
+        return entry[2]
+
+
+def linear(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
+    """F.linear; against a packed weight where `PackedWeights` are in use."""
+    packed = getattr(_thread, "packed", None)
+    if packed is None or torch.is_grad_enabled() or not _can_pack(x_TK, weight_NK):
+        return F.linear(x_TK, weight_NK, bias_N)
+    return torch.ops.mkldnn._linear_pointwise(x_TK, packed.of(weight_NK), bias_N, "none", [], "")
+
+
+def _can_pack(x_TK: Tensor, weight_NK: Tensor) -> bool:
+    if weight_NK.device.type != "cpu" or weight_NK.dtype != x_TK.dtype or weight_NK.is_inference() or not x_TK.numel():
+        return False
+    if not torch.backends.mkldnn.is_available() or not torch.backends.mkldnn.enabled:
+        return False
+    bf16 = weight_NK.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return bf16 or weight_NK.dtype == torch.float32
