@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
 
 import multi_gpu_bench
 import pytest
@@ -57,6 +63,50 @@ def test_grpo_part_and_table(tmp_path, monkeypatch, capsys):
     path.write_text("[]")
     with pytest.raises(SystemExit, match="holds something else"):
         main(given)
+
+
+def test_a_pool_that_is_lost_is_named_and_its_rounds_stay(tmp_path, monkeypatch):
+    @contextmanager
+    def all_killed(pool, rounds):
+        for member in list(pool.members):
+            pool.kill(member.number)
+        yield
+
+    monkeypatch.setattr(multi_gpu_bench, "RolloutPool", functools.partial(multi_gpu_bench.RolloutPool, max_restarts=0))
+    monkeypatch.setattr(multi_gpu_bench, "killed_half_way", all_killed)
+    with pytest.raises(SystemExit, match=r"^error: part ray: no actor is left: actor \d was the last .* `ray.kill`.; what .*stats.json$"):
+        main(flags(tmp_path, "ray"))
+    stats = multi_gpu_bench.MultiGPUStats.load(tmp_path / "stats.json")
+    assert [len(rounds.seconds) for rounds in stats.rounds] == [1, 1, 1] and len(stats.broadcasts) == 1 and stats.killed is None
+
+
+@pytest.mark.parametrize(("part", "engine"), [("ranks", "--rank_part"), ("ray", "EngineActor")])
+def test_a_run_that_is_killed_leaves_its_rounds_and_no_engine(tmp_path, part, engine):
+    """Which would hold a GPU's memory. Of Ray, two agents without an engine stay for a minute or two."""
+    given, path = [*flags(tmp_path, part), "--n_rounds", "100000"], tmp_path / "stats.json"
+    with subprocess.Popen([sys.executable, multi_gpu_bench.__file__, *given], stderr=subprocess.DEVNULL) as run:
+        while run.poll() is None and not path.exists():
+            time.sleep(0.1)
+        engines = [pid for pid in offspring(run.pid) if engine in Path(f"/proc/{pid}/cmdline").read_text()]
+        assert len(engines) >= 2
+        run.kill()
+    deadline = time.time() + 30
+    while time.time() < deadline and any(map(is_running, engines)):
+        time.sleep(0.1)
+    assert not [pid for pid in engines if is_running(pid)]
+    assert multi_gpu_bench.MultiGPUStats.load(path).rounds[0].seconds
+
+
+def offspring(pid: int) -> list[int]:
+    children = [int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()]
+    return children + [grandchild for child in children for grandchild in offspring(child)]
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 def test_a_rank_that_fails_ends_the_run(tmp_path):

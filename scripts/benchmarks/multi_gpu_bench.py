@@ -2,7 +2,7 @@
 
     python scripts/benchmarks/multi_gpu_bench.py                                       # embedded model on two CPU processes
     python scripts/benchmarks/multi_gpu_bench.py --load_format dummy --model_name qwen3-4b-base       # all GPUs of this machine
-    python scripts/benchmarks/multi_gpu_bench.py --parts ray --gpus 1 --num_actors 2   # two actors that share one
+    python scripts/benchmarks/multi_gpu_bench.py --parts one,ray --gpus 1 --num_actors 2 --kv_memory_gb 30     # two actors share one
 
 | part | |
 |---|---|
@@ -12,22 +12,26 @@
 | grpo | steps of qwen3_grpo_flex.py, on one rank and on all |
 
 Every sequence is --max_new_tokens long. A round of N GPUs has N times the sequences, prefill included, after a warm-up that is not
-counted. Parts that are run again replace their rows in the stats file, and the others stay.
+counted. The stats file is written after every round; parts that are run again replace their rows in it, and the others stay.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import dataclasses
 import functools
 import json
+import math
 import os
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -40,7 +44,6 @@ from flex_cli import (
     HelpFormatter,
     add_model_arguments,
     check_writable,
-    default_device,
     device_name,
     fail,
     flags_of,
@@ -55,7 +58,7 @@ from flex_cli import (
 )
 from flex_engine import EngineConfig, FlexEngine, SamplingParams
 from flex_lora import LORA_MODES
-from flex_ray import Broadcast, Loss, RolloutPool, adapter_weights, require_ray, start_ray
+from flex_ray import ActorsLostError, Broadcast, Loss, RolloutPool, adapter_weights, require_ray, start_ray
 from flex_ray_rollouts import killed_half_way, run_round
 from lora_adapters import fresh_adapter
 from make_lora_adapter import read_config
@@ -63,6 +66,7 @@ from unsloth_grpo_common import GRPOStats
 from written_walkers import text_model, walker_class_of
 
 PARTS = ("one", "ranks", "ray", "grpo")
+PR_SET_PDEATHSIG = 1  # of Linux's prctl: a signal when the parent is gone
 SETTLED = 3  # GRPO steps left out of medians: compiling, capturing, first allocations
 
 
@@ -112,21 +116,35 @@ class MultiGPUStats:
     def save(self, path: str) -> None:
         save_text(json.dumps(dataclasses.asdict(self), indent=2) + "\n", path)
 
-    def keep_others(self, path: str, parts: list[str]) -> None:
-        """Takes over the rows of an earlier run that this one does not measure."""
-        if not Path(path).exists():
-            return
+    @classmethod
+    def load(cls, path: str) -> MultiGPUStats:
+        """Ends the script where the file holds something else."""
         try:
-            before = json.loads(Path(path).read_text())
-            self.rounds = [Rounds(**rounds) for rounds in before["rounds"] if rounds["part"] not in parts]
-            if "ray" not in parts:
-                self.broadcasts = [Broadcast(**broadcast) for broadcast in before["broadcasts"]]
-                self.killed = Rounds(**before["killed"]) if before["killed"] else None
-                self.lost = [Loss(**loss) for loss in before["lost"]]
-            if "grpo" not in parts:
-                self.grpo = [Steps(**steps) for steps in before["grpo"]]
-        except (KeyError, TypeError, ValueError) as error:
+            stats = cls(**json.loads(Path(path).read_text()))
+            stats.rounds = [Rounds(**rounds) for rounds in stats.rounds]
+            stats.broadcasts = [Broadcast(**broadcast) for broadcast in stats.broadcasts]
+            stats.killed = Rounds(**stats.killed) if stats.killed else None
+            stats.lost = [Loss(**loss) for loss in stats.lost]
+            stats.grpo = [Steps(**steps) for steps in stats.grpo]
+        except (TypeError, ValueError) as error:
             fail(f"--stats_path {path} holds something else ({error!r}); move it away")
+        return stats
+
+    def put(self, part: str, measured: list[Rounds]) -> None:
+        """In the place of the part's rows from before."""
+        self.rounds = [rounds for rounds in self.rounds if rounds.part != part] + measured
+
+
+@contextmanager
+def updated(args: argparse.Namespace, device: str) -> Iterator[MultiGPUStats]:
+    """The stats file's content, written back afterwards: whoever measures puts it there at once, this process or a rank."""
+    if Path(args.stats_path).exists():
+        stats = MultiGPUStats.load(args.stats_path)
+        stats.model_name, stats.device, stats.versions, stats.config = args.model_name, device, library_versions(), flags_of(args)
+    else:
+        stats = MultiGPUStats(args.model_name, device, library_versions(), flags_of(args))
+    yield stats
+    stats.save(args.stats_path)
 
 
 # ---------------------------------------------------------------------------------------------------------------------- flags
@@ -141,7 +159,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     group.add_argument("--gpus", metavar="N", type=integer(1), default=gpus or 2, help="GPUs, or CPU processes where there are none")
     group.add_argument("--num_actors", metavar="N", type=integer(1), help="of the pool; more than GPUs share them (default: --gpus)")
     group.add_argument(
-        "--batch_sizes", metavar="N,N", type=integers, default="64,256" if gpus else "2,4", help="sequences for each GPU"
+        "--batch_sizes", metavar="N,N", type=integers, default="64,256" if gpus else "2,4", help="sequences for each engine"
     )
     group.add_argument("--prompt_tokens", metavar="N", type=integer(2), default=128 if gpus else 16, help="random ids")
     group.add_argument("--max_new_tokens", metavar="N", type=integer(1), default=512 if gpus else 8, help="of each sequence")
@@ -191,16 +209,22 @@ def make_workloads(args: argparse.Namespace, engines: int) -> list[Workload]:
     return workloads
 
 
+def batches_of(args: argparse.Namespace) -> set[int]:
+    """That an engine of this part will run; also the shares of the uneven workload."""
+    uneven = min(args.batch_sizes)
+    if args.rank_part is None:
+        return {*args.batch_sizes, -(-uneven * (args.num_actors + 1) // args.num_actors)}
+    return {*args.batch_sizes, *([2 * uneven] if args.rank_part == "ranks" else [])}
+
+
 def make_engine(args: argparse.Namespace) -> FlexEngine:
-    """Of one rank or actor: an adapter, room for the largest batch, and a graph of its own for each batch that a part will run."""
+    """Of one rank or actor: an adapter, room for the largest batch, and a graph of its own for each batch that its part will run."""
     model, tokenizer = load_model(args)
     model = text_model(model)
     walker = walker_class_of(model)(fresh_adapter(model, args.lora_rank, args.seed), lora_mode=args.lora_mode)
-    uneven, engines = min(args.batch_sizes), max(args.gpus, args.num_actors)
-    batches = {*args.batch_sizes, 2 * uneven, -(-uneven * (engines + 1) // engines)}
-    buckets = sorted({max(2, batch) for batch in batches})
+    buckets = sorted({max(2, batch) for batch in batches_of(args)})
     config = EngineConfig(
-        max(batches), args.prompt_tokens + args.max_new_tokens, kv_memory_gb=args.kv_memory_gb, decode_buckets=buckets
+        max(batches_of(args)), args.prompt_tokens + args.max_new_tokens, kv_memory_gb=args.kv_memory_gb, decode_buckets=buckets
     )
     engine = FlexEngine(walker, tokenizer, config)
     engine.capture()
@@ -220,15 +244,18 @@ def params_of(args: argparse.Namespace, round_index: int) -> SamplingParams:
     return SamplingParams(max_tokens=args.max_new_tokens, ignore_eos=True, seed=args.seed + round_index)
 
 
-def measure(rounds: Rounds, args: argparse.Namespace, generate: Callable[[int], list[float] | None]) -> Rounds:
-    """A warm-up, then --n_rounds timed calls of `generate(round)`, which returns each engine's own seconds where it knows them."""
+def measure(
+    rounds: Rounds, args: argparse.Namespace, generate: Callable[[int], list[float] | None], save: Callable[[], None]
+) -> None:
+    """A warm-up, then --n_rounds timed calls of `generate(round)`, which returns each engine's own seconds where it knows them, with a
+    `save` after each."""
     generate(0)
     for index in range(1, args.n_rounds + 1):
         started = time.perf_counter()
         own = generate(index)
         rounds.seconds.append(time.perf_counter() - started)
         rounds.engine_seconds += [own] if own is not None else []
-    return rounds
+        save()
 
 
 # ---------------------------------------------------------------------------------------------------------------------- parts
@@ -240,6 +267,12 @@ def run_as_rank(args: argparse.Namespace) -> int:
     if torch.cuda.is_available():
         torch.cuda.set_device(state.local_process_index)
     engine, measured = make_engine(args), []
+
+    def save() -> None:
+        if state.is_main_process:
+            with updated(args, device_name(engine.device)) as stats:
+                stats.put(args.rank_part, measured)
+
     for workload in make_workloads(args, state.num_processes):
         share = workload.shares[state.process_index]
 
@@ -251,12 +284,10 @@ def run_as_rank(args: argparse.Namespace) -> int:
             return [own] if state.num_processes == 1 else gathered(own)
 
         tokens = len(workload.prompts) * args.max_new_tokens
-        rounds = Rounds(args.rank_part, workload.name, state.num_processes, len(workload.prompts), tokens)
-        measured.append(measure(rounds, args, generate))
+        measured.append(Rounds(args.rank_part, workload.name, state.num_processes, len(workload.prompts), tokens))
+        measure(measured[-1], args, generate, save)
         if state.is_main_process:
             note(f"{args.rank_part}, {workload.name}: {measured[-1].tps:.0f} tok/s")
-    if state.is_main_process:
-        Path(args.stats_path).write_text(json.dumps([dataclasses.asdict(rounds) for rounds in measured]))
     state.destroy_process_group()
     return 0
 
@@ -269,57 +300,88 @@ def gathered(value: float) -> list[float]:
 
 
 def launch(ranks: int, script: str, flags: list[str]) -> None:
-    """`accelerate launch` on this machine. Ends the script where a rank fails."""
-    kind = ["--multi_gpu"] if ranks > 1 else []
-    command = [
-        sys.executable, "-m", "accelerate.commands.launch", *kind, "--num_processes", str(ranks), "--num_machines", "1",
-        "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0", script, *flags,
-    ]  # fmt: skip
+    """The script on one GPU, or `accelerate launch` on several of this machine; nothing of it outlives this process. Ends the script
+    where a rank fails."""
     environment = dict(os.environ)
     if not torch.cuda.is_available():
         environment["ACCELERATE_USE_CPU"] = "true"
         environment.setdefault("OMP_NUM_THREADS", str(max(1, os.cpu_count() // ranks)))
-    if (status := subprocess.run(command, env=environment).returncode) != 0:
+    if ranks > 1:
+        launcher = [
+            "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", str(ranks), "--num_machines", "1",
+            "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0",
+        ]  # fmt: skip
+    else:  # of more GPUs than one a trainer would take all
+        launcher, environment["CUDA_VISIBLE_DEVICES"] = [], os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    end_with_parent = functools.partial(ctypes.CDLL(None).prctl, PR_SET_PDEATHSIG, signal.SIGTERM) if sys.platform == "linux" else None
+    with subprocess.Popen([sys.executable, *launcher, script, *flags], env=environment, preexec_fn=end_with_parent) as process:
+        try:
+            status = process.wait()
+        except BaseException:
+            process.terminate()  # accelerate ends its ranks
+            raise
+    if status != 0:
         fail(f"{Path(script).name} on {ranks} ranks ended with exit status {status}")
 
 
-def run_ranks(argv: list[str], part: str, ranks: int) -> list[Rounds]:
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "rounds.json"
-        launch(ranks, __file__, [*argv, "--rank_part", part, "--stats_path", str(path)])
-        return [Rounds(**rounds) for rounds in json.loads(path.read_text())]
-
-
-def run_ray(args: argparse.Namespace, stats: MultiGPUStats) -> None:
-    each = args.gpus / args.num_actors if torch.cuda.is_available() else 0.0
-    start_ray(None, args.num_actors)
+def run_ray(args: argparse.Namespace) -> None:
     try:
-        pool = RolloutPool(functools.partial(make_engine, args), args.num_actors, min(1.0, each))
+        start_ray(None, args.num_actors)
+        # The whole GPU where there is one for each, else equal shares; as many on each as on any other, or one more.
+        each = 1 / math.ceil(args.num_actors / args.gpus) if torch.cuda.is_available() else 0.0
+        pool = RolloutPool(functools.partial(make_engine, args), args.num_actors, each)
     except ValueError as error:
         fail(str(error))
-    adapter = new_adapter(args)
+    try:
+        measure_pool(pool, args)
+    except ActorsLostError as error:
+        fail(f"part ray: {error}; what was measured before is in {args.stats_path}")
+    finally:  # the next part finds the GPUs empty
+        pool.shutdown()
+        require_ray().shutdown()
+
+
+def measure_pool(pool: RolloutPool, args: argparse.Namespace) -> None:
+    device, measured, killed = pool.members[0].info.device, [], None
+
+    def save() -> None:
+        with updated(args, device) as stats:
+            stats.put("ray", measured)
+            stats.broadcasts, stats.killed, stats.lost = pool.broadcasts, killed, pool.lost
+
     for workload in make_workloads(args, args.num_actors):
+
+        def generate(index: int) -> None:
+            pool.generate(workload.prompts, params_of(args, index))
+
         tokens = len(workload.prompts) * args.max_new_tokens
-        rounds = Rounds("ray", workload.name, args.num_actors, len(workload.prompts), tokens)
-        stats.rounds.append(
-            measure(rounds, args, lambda index, prompts=workload.prompts: pool.generate(prompts, params_of(args, index)) and None)
-        )
-        note(f"ray, {workload.name}: {rounds.tps:.0f} tok/s")
+        measured.append(Rounds("ray", workload.name, args.num_actors, len(workload.prompts), tokens))
+        measure(measured[-1], args, generate, save)
+        note(f"ray, {workload.name}: {measured[-1].tps:.0f} tok/s")
         if workload.name == f"batch {max(args.batch_sizes)}":
-            largest, usual = workload, rounds.seconds
+            largest, usual = workload, measured[-1].seconds
+    adapter = new_adapter(args)
     for _ in range(args.n_rounds):
         pool.load_weights(adapter)
+    save()
     with killed_half_way(pool, usual):
-        killed = run_round(pool, largest.prompts, params_of(args, 0))
+        run = run_round(pool, largest.prompts, params_of(args, 0))
     name = f"{largest.name}, an actor killed half way"
-    stats.killed = Rounds("ray", name, args.num_actors, len(largest.prompts), killed.generated_tokens, [killed.total_seconds])
-    totals = pool.stats()
-    stats.broadcasts, stats.lost = totals.broadcasts, totals.lost
-    pool.shutdown()
-    require_ray().shutdown()
+    killed = Rounds("ray", name, args.num_actors, len(largest.prompts), run.generated_tokens, [run.total_seconds])
+    save()
 
 
-def run_grpo(args: argparse.Namespace, ranks: int) -> Steps:
+def run_grpo(args: argparse.Namespace) -> None:
+    measured = []
+    for ranks in sorted({1, args.gpus}):
+        steps, device = grpo_steps(args, ranks)
+        measured.append(steps)
+        with updated(args, device) as stats:
+            stats.grpo = measured
+
+
+def grpo_steps(args: argparse.Namespace, ranks: int) -> tuple[Steps, str]:
+    """And the device that they ran on."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "grpo.json"
         flags = {
@@ -333,7 +395,7 @@ def run_grpo(args: argparse.Namespace, ranks: int) -> Steps:
     first = SETTLED if len(run.step_wall_s) > SETTLED else 0
     step, rollout = (statistics.median(values[first:]) for values in (run.step_wall_s, run.rollout_wall_s))
     completions = ranks * args.grpo_prompts * args.grpo_generations
-    return Steps(ranks, completions, step, rollout, run.peak_memory_gb, run.finished)
+    return Steps(ranks, completions, step, rollout, run.peak_memory_gb, run.finished), run.device
 
 
 # --------------------------------------------------------------------------------------------------------------------- report
@@ -388,18 +450,16 @@ def main(argv: list[str] | None = None) -> int:
             require_ray()
         except ImportError as error:
             fail(str(error))
-    stats = MultiGPUStats(args.model_name, device_name(default_device()), library_versions(), flags_of(args))
-    stats.keep_others(args.stats_path, args.parts)
+    if Path(args.stats_path).exists():
+        MultiGPUStats.load(args.stats_path)
     for part in args.parts:
         if part == "ray":
-            run_ray(args, stats)
+            run_ray(args)
         elif part == "grpo":
-            for ranks in sorted({1, args.gpus}):
-                stats.grpo.append(run_grpo(args, ranks))
+            run_grpo(args)
         else:
-            stats.rounds += run_ranks(argv, part, 1 if part == "one" else args.gpus)
-        stats.save(args.stats_path)
-    print(report(stats))
+            launch(1 if part == "one" else args.gpus, __file__, [*argv, "--rank_part", part])
+    print(report(MultiGPUStats.load(args.stats_path)))
     print(f"\nstats: {args.stats_path}")
     return 0
 
