@@ -392,6 +392,8 @@ def grpo_steps(args: argparse.Namespace, ranks: int) -> tuple[Steps, str]:
         script = str(Path(__file__).with_name("qwen3_grpo_flex.py"))
         launch(ranks, script, [text for name, value in flags.items() for text in (f"--{name}", str(value))])
         run = GRPOStats.load(path)
+    if not run.step_wall_s:
+        fail(f"part grpo: {args.grpo_prompts} prompts x {args.grpo_steps} steps are too few for a step on {ranks} ranks")
     first = SETTLED if len(run.step_wall_s) > SETTLED else 0
     step, rollout = (statistics.median(values[first:]) for values in (run.step_wall_s, run.rollout_wall_s))
     completions = ranks * args.grpo_prompts * args.grpo_generations
