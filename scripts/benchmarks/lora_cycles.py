@@ -82,15 +82,14 @@ class CycleReport:
 
 
 def rewarded_loss(model: nn.Module, outputs: list[RequestOutput]) -> Tensor:
-    """Policy gradient with a reward of 1 for every other completion: any adapter may be trained, it need not get better."""
-    losses = []
-    for index, output in enumerate(outputs):
-        completion = output.outputs[0].token_ids
-        ids = torch.tensor([output.prompt_token_ids + completion], device=model.device)
-        logits_TV = model(input_ids=ids).logits[0, len(output.prompt_token_ids) - 1 : -1].float()
-        logprobs_T = logits_TV.log_softmax(-1).gather(1, ids[0, len(output.prompt_token_ids) :, None])
-        losses.append(logprobs_T.mean() * (1 if index % 2 else -1))
-    return torch.stack(losses).mean()
+    """Policy gradient with a reward of 1 for every other completion: any adapter may be trained, it need not get better. Prompts are
+    of one length, and so are completions."""
+    ids_BT = torch.tensor([output.prompt_token_ids + output.outputs[0].token_ids for output in outputs], device=model.device)
+    first = len(outputs[0].prompt_token_ids)
+    logits_BTV = model(input_ids=ids_BT, use_cache=False).logits[:, first - 1 : -1].float()
+    logprobs_BT = logits_BTV.log_softmax(-1).gather(2, ids_BT[:, first:, None])[..., 0]
+    sign_B = torch.tensor([1.0, -1.0], device=model.device).repeat(len(outputs))[: len(outputs)]
+    return (logprobs_BT.mean(1) * sign_B).mean()
 
 
 def run_cycles(model: nn.Module, args: argparse.Namespace) -> CycleReport:
