@@ -293,34 +293,40 @@ def qk_norm_rope_store(
     )
 
 
-def _norm_rope_reference(x_THD: Tensor, norm_D: Tensor | None, eps: float, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
+def _head_norm_reference(x_THD: Tensor, norm_D: Tensor | None, eps: float) -> Tensor:
     y_THD = x_THD.float()
-    if norm_D is not None:
-        y_THD = y_THD * torch.rsqrt(y_THD.square().mean(-1, keepdim=True) + eps) * norm_D.float()
+    return y_THD if norm_D is None else y_THD * torch.rsqrt(y_THD.square().mean(-1, keepdim=True) + eps) * norm_D.float()
+
+
+def _rope_reference(x_THD: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
     R = cos_TR.shape[-1]
-    rotary_THR, rest = y_THD[..., :R], y_THD[..., R:]
+    rotary_THR, rest = x_THD[..., :R], x_THD[..., R:]
     turned_THR = torch.cat((-rotary_THR[..., R // 2 :], rotary_THR[..., : R // 2]), dim=-1)
     rotated_THR = rotary_THR * cos_TR[:, None] + turned_THR * sin_TR[:, None]
-    return torch.cat((rotated_THR, rest), dim=-1).to(x_THD.dtype)
+    return torch.cat((rotated_THR, rest), dim=-1) if rest.shape[-1] else rotated_THR
 
 
 def qk_norm_rope_store_reference(
     qkv_TE, q_norm_D, k_norm_D, eps, cos_PR, sin_PR, positions_T, token_slots_T, k_pool_HND, v_pool_HND, num_heads,
     packed_kv=False, norm_v=False,
 ):
-    cos_TR, sin_TR = cos_PR[positions_T], sin_PR[positions_T]
+    rope, dtype = (cos_PR[positions_T], sin_PR[positions_T]), qkv_TE.dtype
     if k_pool_HND is None:
-        return _norm_rope_reference(qkv_TE.unflatten(1, (num_heads, -1)), q_norm_D, eps, cos_TR, sin_TR)
+        return _rope_reference(_head_norm_reference(qkv_TE.unflatten(1, (num_heads, -1)), q_norm_D, eps), *rope).to(dtype)
     num_kv_heads, _, D = k_pool_HND.shape
     heads_THD = qkv_TE.view(len(qkv_TE), -1, D)
-    q_THD, k_THD, v_THD = heads_THD[:, :num_heads], heads_THD[:, num_heads:][:, :num_kv_heads], heads_THD[:, -num_kv_heads:]
-    q_THD = _norm_rope_reference(q_THD, q_norm_D, eps, cos_TR, sin_TR)
-    k_THD = _norm_rope_reference(k_THD, k_norm_D, eps, cos_TR, sin_TR)
+    qk_THD, v_THD = heads_THD[:, : num_heads + num_kv_heads], heads_THD[:, -num_kv_heads:]
+    if q_norm_D is None and k_norm_D is None:
+        normed_THD = qk_THD.float()
+    else:
+        parts = zip(qk_THD.split((num_heads, num_kv_heads), dim=1), (q_norm_D, k_norm_D))
+        normed_THD = torch.cat([_head_norm_reference(x_THD, norm_D, eps) for x_THD, norm_D in parts], dim=1)
+    q_THD, k_THD = _rope_reference(normed_THD, *rope).to(dtype).split((num_heads, num_kv_heads), dim=1)
     if norm_v:
         v_THD = F.rms_norm(v_THD.float(), (D,), eps=eps).to(v_THD.dtype)
     k_pool_HND[:, token_slots_T] = k_THD.transpose(0, 1)
     v_pool_HND[:, token_slots_T] = v_THD.transpose(0, 1)
-    return (q_THD, k_THD, v_THD.contiguous()) if packed_kv else q_THD
+    return (q_THD.contiguous(), k_THD.contiguous(), v_THD.contiguous()) if packed_kv else q_THD.contiguous()
 
 
 @jit
