@@ -14,6 +14,7 @@ import multi_gpu_bench
 import pytest
 import tiny_models
 from multi_gpu_bench import Rounds, main
+from test_ray_rollouts import kill_and_wait
 from unsloth_grpo_common import GRPOStats
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -69,12 +70,12 @@ def test_a_pool_that_is_lost_is_named_and_its_rounds_stay(tmp_path, monkeypatch)
     @contextmanager
     def all_killed(pool, rounds):
         for member in list(pool.members):
-            pool.kill(member.number)
+            kill_and_wait(pool, member.number)
         yield
 
     monkeypatch.setattr(multi_gpu_bench, "RolloutPool", functools.partial(multi_gpu_bench.RolloutPool, max_restarts=0))
     monkeypatch.setattr(multi_gpu_bench, "killed_half_way", all_killed)
-    with pytest.raises(SystemExit, match=r"^error: part ray: no actor is left: actor \d was the last .* `ray.kill`.; what .*stats.json$"):
+    with pytest.raises(SystemExit, match=r"^error: part ray: no actor is left: actor \d was the last .* `ray.kill`; what .*stats.json$"):
         main(flags(tmp_path, "ray"))
     stats = multi_gpu_bench.MultiGPUStats.load(tmp_path / "stats.json")
     assert [len(rounds.seconds) for rounds in stats.rounds] == [1, 1, 1] and len(stats.broadcasts) == 1 and stats.killed is None

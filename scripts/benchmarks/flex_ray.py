@@ -442,7 +442,7 @@ class RolloutPool:
 
     @property
     def _last_loss(self) -> str:
-        return f"actor {self.lost[-1].actor} was the last to be lost, {self.lost[-1].cause}"
+        return f"actor {self.lost[-1].actor} was the last to be lost: {self.lost[-1].cause}"
 
     def _refuse_split_gpus(self, num_actors: int, gpus_per_actor: float) -> None:
         """An actor's share must lie on one GPU; Ray would wait without end for one that fits nowhere."""
@@ -585,7 +585,7 @@ def cause_of(error: Exception) -> str:
         return str(cause)
     lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
     tells_last = "Traceback" in str(error) or "ray::" in lines[0] or lines[0].startswith("The actor died unexpectedly")
-    return lines[-1 if tells_last else 0].partition(" Some common causes")[0]
+    return lines[-1 if tells_last else 0].partition(" Some common causes")[0].removeprefix("The actor is dead because ").rstrip(".")
 
 
 def start_ray(address: str | None, num_actors: int, cpus_per_actor: float = 1.0) -> None:
