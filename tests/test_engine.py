@@ -169,6 +169,22 @@ def test_preemption_changes_nothing(model, prompts, expected, steps_per_look, ov
     assert stats.generated_tokens == 12 * NEW
 
 
+def test_places_are_refilled_while_steps_run(model, prompts, expected):
+    """Behind the window under way: at a prefill other sequences have steps that the host has not looked at."""
+    engine = make_engine(model, max_batch_size=2, steps_per_look=3, overlap_looks=True)
+    prefill, ahead = engine._prefill, []
+
+    def recorded(batch):
+        ahead.append(max(sequence.ahead for sequence in engine._scheduler.running))
+        prefill(batch)
+
+    engine._prefill = recorded
+    lengths = [NEW, 5, 8, 11, 14, NEW]
+    outputs = engine.generate(prompts, [greedy(length) for length in lengths])
+    assert tokens_of(outputs) == [tokens[:length] for tokens, length in zip(expected, lengths)]
+    assert ahead == [0, 3, 3, 3, 3]
+
+
 def random_load(rng: random.Random) -> tuple[list[list[int]], list[SamplingParams], dict]:
     """Prompts, some equal or with a prefix of whole pages in common, their params, and an engine, often with few pages."""
     lengths = [rng.choice([1, 2, 15, 16, 17, 32, 33, 48, 64, 70]) for _ in range(4)]

@@ -53,6 +53,7 @@ from flex_paged_attention import (
     fa4_prefill_choice,
     ineligible_decodes,
     make_backend,
+    to_device,
 )
 from flex_lora import Adapters
 from flex_nf4 import compute_dtype, keep_storage_layout
@@ -165,6 +166,7 @@ class Sequence:
     full_logprobs: list[float] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
     slot: int | None = None
+    ahead: int = 0  # decode steps under way, which the host has not looked at
     finish_reason: str | None = None
     text: str | None = None
 
@@ -296,6 +298,7 @@ class Window:
     buffer: int  # of the host's two
     shared_tokens: int
     done: torch.cuda.Event | None
+    refills: list[tuple[torch.cuda.Event, torch.cuda.Event]]  # where the prefills before it begin and end; none on a CPU
 
 
 class DecodeState:
@@ -326,9 +329,9 @@ class DecodeState:
             first_own = len(sequence.prefix.token_ids)  # the prefill has written what comes before, some of it into shared pages
             ints.append([sequence.last_token, position, last_position, sequence.seed, params.top_k, 0, first_own, *stops])
             floats.append([params.temperature, params.top_p, params.min_p])
-        slots = torch.tensor([sequence.slot for sequence in sequences], device=self.ints.device)
-        self.ints[slots] = torch.tensor(ints, dtype=torch.int64, device=self.ints.device)
-        self.floats[slots] = torch.tensor(floats, dtype=torch.float32, device=self.ints.device)
+        slots = to_device([sequence.slot for sequence in sequences], self.ints.device)
+        self.ints[slots] = to_device(ints, self.ints.device)
+        self.floats[slots] = to_device(floats, self.ints.device, torch.float32)
 
 
 class FlexEngine:
@@ -369,6 +372,7 @@ class FlexEngine:
         self.graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}  # by row count, and whether rows share pages
         self.graph_pool = None
         self.packed = PackedWeights()  # on a CPU, while sequences run
+        self._refills: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []  # of the next window
         self._scheduler: Scheduler | None = None
         self.reset_stats()
 
@@ -610,19 +614,26 @@ class FlexEngine:
         )
 
     def _refill(self, scheduler: Scheduler) -> None:
-        """Admits what fits, prefill batch by prefill batch."""
+        """Admits what fits, prefill batch by prefill batch. Nothing here waits for the GPU: steps under way run on meanwhile, and what
+        is written here, into pages and slots that they may still read, comes behind them."""
         started, admitted = time.perf_counter(), []
         while True:
             batch = scheduler.admit(self.config.prefill_token_budget)
             if not batch:
                 break
+            if not admitted:
+                begin = self._record_event()
             self._prefill(batch.prefill)
             self.cache.copy_pages(*batch.copies)
             admitted += batch.sequences
         if admitted:
             self.state.admit(admitted)
-            self._synchronize()
-            self._stats.prefill_seconds += time.perf_counter() - started
+            if begin is not None:
+                self._refills.append((begin, self._record_event()))
+            else:
+                seconds = time.perf_counter() - started
+                self._stats.prefill_seconds += seconds
+                self._decode_clock += seconds
 
     def _prefill(self, prompts: list[tuple[list[int], list[int]]]) -> None:
         """K and V of every (token ids, pages), in one packed forward."""
@@ -633,8 +644,7 @@ class FlexEngine:
         padding = self.backend.padded_prefill_length(total) - total
 
         def row(parts: list[np.ndarray]) -> Tensor:
-            flat = np.concatenate([*parts, np.zeros(padding, dtype=np.int64)])
-            return torch.from_numpy(flat).to(self.device)
+            return to_device(np.concatenate([*parts, np.zeros(padding, dtype=np.int64)]), self.device)
 
         tokens_T = row([np.asarray(token_ids, dtype=np.int64) for token_ids, _ in prompts])
         positions_T = row([np.arange(length, dtype=np.int64) for length in lengths])
@@ -647,29 +657,28 @@ class FlexEngine:
     def _advance(self, scheduler: Scheduler, window: Window | None) -> tuple[Window | None, list[Sequence]]:
         """Gives the GPU its next window, and looks at `window`, the one before. Returns the new one, and the sequences that ended.
 
-        Where the look decides what comes next (who is admitted, whose pages are taken away, whether anyone still runs) it comes first.
+        Their places are refilled behind the new window, while it runs. Where the look decides what comes next (whose pages are taken
+        away, whether anyone still runs) it comes first.
         """
         finished: list[Sequence] = []
-        if window is not None and scheduler.needs_look(window.steps, self.steps_per_look):
+        if window is not None and scheduler.needs_look(self.steps_per_look):
             finished, window = self._look(scheduler, window), None
         if window is None:
+            self._decode_clock = time.perf_counter()
             self._refill(scheduler)
-        following = None
-        if scheduler.running:
-            following = self._launch(scheduler, window)
+        following = self._launch(scheduler, window) if scheduler.running else None
         if window is not None:
             finished += self._look(scheduler, window)
         if following is not None and not self.overlap_looks:
             finished, following = finished + self._look(scheduler, following), None
+        if following is not None:
+            self._refill(scheduler)
         return following, finished
 
     def _launch(self, scheduler: Scheduler, before: Window | None) -> Window:
         """Several decode steps of every running sequence, behind those of the window `before`. Nothing here waits for the GPU, unless a
         graph has yet to be captured."""
-        if before is None:
-            self._decode_clock = time.perf_counter()
-        ahead = 0 if before is None else before.steps
-        steps = scheduler.reserve(self.steps_per_look, ahead)
+        steps = scheduler.reserve(self.steps_per_look)
         running, state = list(scheduler.running), self.state
         bucket = next(size for size in self.buckets if size >= len(running))
         shared_tokens = scheduler.shared_tokens() if self.shared_prefix else 0
@@ -680,7 +689,7 @@ class FlexEngine:
         state.host_rows[buffer, :bucket] = torch.tensor(slots)
         state.row_slot[:bucket].copy_(state.host_rows[buffer, :bucket], non_blocking=True)
         state.step.zero_()
-        longest = max(sequence.length for sequence in running) + ahead
+        longest = max(sequence.length + sequence.ahead for sequence in running)
         for step in range(steps):
             if graph is not None:
                 graph.replay()
@@ -688,8 +697,10 @@ class FlexEngine:
                 self._decode_step(bucket, shared_tokens > 0, max_length=longest + step)
         for host, ring in ((state.host_tokens, state.ring_tokens), (state.host_logprobs, state.ring_logprobs)):
             host[buffer, :steps].copy_(ring[:steps], non_blocking=True)
-        done = torch.cuda.current_stream(self.device).record_event() if self.device.type == "cuda" else None
-        return Window(running, steps, buffer, shared_tokens, done)
+        for sequence in running:
+            sequence.ahead += steps
+        refills, self._refills = self._refills, []
+        return Window(running, steps, buffer, shared_tokens, self._record_event(), refills)
 
     def _decode_step(self, bucket: int, shares_pages: bool = False, max_length: int | None = None) -> None:
         """One token for each row; the body of a captured graph, so no tensor may leave the device."""
@@ -746,7 +757,9 @@ class FlexEngine:
         if window.done is not None:
             window.done.synchronize()
         now = time.perf_counter()
-        self._stats.decode_seconds += now - self._decode_clock
+        prefill_seconds = sum(begin.elapsed_time(end) for begin, end in window.refills) / 1e3
+        self._stats.prefill_seconds += prefill_seconds
+        self._stats.decode_seconds += now - self._decode_clock - prefill_seconds
         self._decode_clock = now
         self._stats.decode_steps += window.steps
         self._stats.shared_prefix_tokens += window.shared_tokens * window.steps
@@ -757,6 +770,7 @@ class FlexEngine:
         logprobs, full_logprobs = self.state.host_logprobs[window.buffer, : window.steps, :, :rows].permute(1, 2, 0).tolist()
         finished = []
         for row, (sequence, count) in enumerate(zip(window.sequences, counts)):
+            sequence.ahead -= window.steps
             if sequence.finish_reason is not None:
                 continue  # it had ended in the window before
             if is_nan[row]:
@@ -805,6 +819,11 @@ class FlexEngine:
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+    def _record_event(self) -> torch.cuda.Event | None:
+        if self.device.type != "cuda":
+            return None
+        return torch.cuda.current_stream(self.device).record_event(torch.cuda.Event(enable_timing=True))
 
 
 # ---------------------------------------------------------------------------------------------------------- the scheduler
@@ -892,32 +911,33 @@ class Scheduler:
             copies[1].extend(own)
             sequence.pages += own
 
-    def needs_look(self, ahead: int, max_steps: int) -> bool:
-        """Whether what the `ahead` steps under way gave must be known before more are given: a place may be taken by who waits, all
-        may have ended, or the pages do not suffice for `max_steps` more."""
-        ends = [sequence.remaining <= ahead for sequence in self.running]
-        if all(ends) or (self.waiting and (self.free_slots or any(ends))):
+    def needs_look(self, max_steps: int) -> bool:
+        """Whether what the steps under way gave must be known before more are given: all may have ended, or the pages do not suffice
+        for `max_steps` more."""
+        if all(sequence.remaining <= sequence.ahead for sequence in self.running):
             return True
-        return sum(self._missing_pages(sequence, ahead + max_steps) for sequence in self.running) > self.pages.num_free
+        return sum(self._missing_pages(sequence, max_steps) for sequence in self.running) > self.pages.num_free
 
     def _missing_pages(self, sequence: Sequence, steps: int) -> int:
-        positions = min(sequence.length + steps - 1, sequence.max_length)
+        """For the steps under way and `steps` more."""
+        positions = min(sequence.length + sequence.ahead + steps - 1, sequence.max_length)
         return max(0, self.pages.pages_for(positions) - len(sequence.pages))
 
-    def reserve(self, max_steps: int, ahead: int = 0) -> int:
-        """Pages for the coming steps of every running sequence, behind `ahead` that are under way, preempting from the newest if
-        there are too few. Returns the number of steps: while others wait, no more than until a sixteenth of the rows must have
-        ended, so that refills come in batches and few rows stand still for long."""
-        remaining = sorted(sequence.remaining - ahead for sequence in self.running)
-        steps = min(max_steps, max(1, remaining[len(remaining) // 16] if self.waiting else remaining[-1]))
+    def reserve(self, max_steps: int) -> int:
+        """Pages for the coming steps of every running sequence, preempting from the newest if there are too few. Returns the number of
+        steps: while others wait, no more than until a sixteenth of the rows must have ended, so that refills come in batches and few
+        rows stand still for long."""
+        remaining = sorted(sequence.remaining - sequence.ahead for sequence in self.running)
+        remaining = [steps for steps in remaining if steps > 0] or [1]
+        steps = min(max_steps, remaining[len(remaining) // 16] if self.waiting else remaining[-1])
         for sequence in list(self.running):
             if sequence.slot is None:
                 continue
-            while missing := self._missing_pages(sequence, ahead + steps):
+            while missing := self._missing_pages(sequence, steps):
                 try:
                     new = self.pages.allocate(missing)
                 except OutOfPages:
-                    assert not ahead, "pages are taken from nobody whose steps are under way"
+                    assert not any(other.ahead for other in self.running), "pages are taken from nobody whose steps are under way"
                     self._make_room(sequence)
                     if sequence.slot is None:
                         break

@@ -116,6 +116,12 @@ class AttentionSpec:
     store_layer: int | None = None
 
 
+def to_device(values: np.ndarray | Sequence, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """A copy of the host's values that the host does not wait for; it comes behind what the GPU was given before."""
+    values = torch.as_tensor(values, dtype=dtype)
+    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values
+
+
 class PagedKVCache:
     """K and V pools `[num_kv_heads, num_pages * page_size, head_dim]` for every storing layer, and the slots' page lists.
 
@@ -215,8 +221,7 @@ class PagedKVCache:
         """Copies whole pages, in every layer."""
         if not source:
             return
-        source_index = torch.tensor(source, device=self.device)
-        target_index = torch.tensor(target, device=self.device)
+        source_index, target_index = to_device(source, self.device), to_device(target, self.device)
         for spec, kv in zip(self.specs, self.layers):
             if spec.store_layer is None:
                 paged = kv.unflatten(2, (self.num_pages, self.page_size))
@@ -620,7 +625,7 @@ def document_block_mask(cache: PagedKVCache, batch: PrefillBatch, window: int | 
     block, device = FLEX_Q_BLOCK, batch.positions_T.device
     starts_T = batch.document_starts()
     partial, full = document_blocks(starts_T, window, block)
-    document_start = torch.from_numpy(starts_T).to(device, torch.int32)
+    document_start = to_device(starts_T, device, torch.int32)
 
     # Reads no tensor by key, and without a window captures no number: FA4 takes neither.
     def seen(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
@@ -630,7 +635,7 @@ def document_block_mask(cache: PagedKVCache, batch: PrefillBatch, window: int | 
     def listed(blocks: np.ndarray) -> tuple[Tensor, Tensor]:
         order = np.argsort(~blocks, axis=1, kind="stable").astype(np.int32)
         counts = blocks.sum(1, dtype=np.int32)
-        return (torch.from_numpy(x)[None, None].to(device) for x in (counts, order))
+        return (to_device(x, device)[None, None] for x in (counts, order))
 
     return BlockMask.from_kv_blocks(
         *listed(partial), *listed(full), BLOCK_SIZE=block, mask_mod=seen,
