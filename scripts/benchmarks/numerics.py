@@ -21,7 +21,7 @@ import json
 import math
 import random
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -562,5 +562,17 @@ def load_untied(args: argparse.Namespace) -> tuple[PreTrainedModel, PreTrainedTo
     config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = False
     if args.num_layers is not None:
         keep_layers(config.get_text_config(), args.num_layers)
-    dtype = resolve_dtype(args.dtype, device)
-    return dummy_model(config, dtype, device, args.seed, args.load_in_4bit), dummy_tokenizer(config)
+    model = dummy_model(config, resolve_dtype(args.dtype, device), device, args.seed, args.load_in_4bit)
+    calm_branches(model.get_decoder().layers)
+    return model, dummy_tokenizer(config)
+
+
+def calm_branches(layers: Iterable[torch.nn.Module]) -> None:
+    """Weights of 0.1 for the norms behind attention and feed-forward, where layers have those. At 1, as they are initialized, each
+    branch weighs as much as all before it: 35 random layers of Gemma-4-E2B turn one ulp of the fp32 embedding into 9e-3 of the logits,
+    and eager attention then differs from sdpa by 3e-3. At 0.1 it is 3e-5 for both."""
+    for layer in layers:
+        if hasattr(layer, "post_feedforward_layernorm"):
+            for name, module in layer.named_children():
+                if name.startswith("post_"):
+                    module.weight.data.fill_(0.1)
