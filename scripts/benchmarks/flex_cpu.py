@@ -6,16 +6,18 @@
     packed.clear()              # the weights may change
 
 Packed weights take a second copy of every weight that is multiplied with, for as long as a call runs. They can't go stale, since none
-outlives the call: an optimizer writes through `parameter.data`, which leaves no trace on the tensors that the engine holds.
+outlives the call: an optimizer writes through `parameter.data`, which leaves no trace on the tensors that the engine holds. Weights that
+change while sequences run need `FlexEngine.refresh_lora`, which drops the copies too.
 
-Two cores with AVX512, SmolLM2-135M, products of a decode step of 8 rows: fp32 52 -> 25 ms, bf16 26 -> 19 ms; packing takes 125 and
-65 ms. Per row count (1, 2, 8, 16, 32, 128, 800), packed time as a part of F.linear's: fp32 .7 .5 .4 .4 .5 .6 .8, bf16 .8 .6 .7 .7
-.7 .9 .9. The packed layout is the same for all of them, and so are a row's bits, but for those of one row alone.
+Two cores with AVX512, products of a decode step of SmolLM2-135M as a part of F.linear's time at 1, 2, 8, 16, 32, 128 and 800 rows: fp32
+.71 .44 .39 .44 .58 .62 .87 (8 rows: 33 ms), bf16 .83 .70 .72 .71 .77 .89 .95 (18 ms). Packing takes 125 and 65 ms. The packed layout is the
+same for all of them, so there is no rule by rows.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Iterator
 
@@ -62,9 +64,12 @@ def linear(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Ten
 
 
 def _can_pack(x_TK: Tensor, weight_NK: Tensor) -> bool:
-    if weight_NK.device.type != "cpu" or weight_NK.dtype != x_TK.dtype or weight_NK.is_inference() or not x_TK.numel():
+    same_kind = weight_NK.device.type == "cpu" and weight_NK.dtype == x_TK.dtype
+    return same_kind and _onednn_has(weight_NK.dtype) and not weight_NK.is_inference() and x_TK.numel() > 0
+
+
+@functools.cache
+def _onednn_has(dtype: torch.dtype) -> bool:
+    if not torch.backends.mkldnn.is_available():
         return False
-    if not torch.backends.mkldnn.is_available() or not torch.backends.mkldnn.enabled:
-        return False
-    bf16 = weight_NK.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return bf16 or weight_NK.dtype == torch.float32
+    return dtype == torch.float32 or dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()

@@ -426,7 +426,7 @@ class FlexEngine:
 
         `arrivals` gives (prompts, their params), perhaps none, and is asked before each look until it ends; where nothing runs it may
         wait. Requests are numbered through. A prompt that can't be run comes back with its `error`. The engine is busy, and gradients are
-        off in this thread, until the stream has ended or is closed.
+        off in this thread, until the stream has ended or is closed. Weights that change meanwhile need `refresh_lora`.
         """
         numbers = itertools.count()
         yield from self._stream((self._requests(prompts, params, numbers), params) for prompts, params in arrivals)
