@@ -689,6 +689,14 @@ def test_add_low_rank(interpreter, T, sizes, R, splits, scaled, dtype):
         assert_near(actual, expected)
 
 
+def test_a_low_rank_part_below_the_last_bit_breaks_no_ties(interpreter):
+    """A quarter of these sums lie half way between two numbers; PEFT's layer has lost so small a part before it adds the residual."""
+    y, residual = 1 + torch.rand(1, 8, 64).to(HALF) / 2, 4 + torch.rand(8, 64).to(HALF)
+    xa, b = torch.ones(1, 8, 16, dtype=HALF), torch.full((16, 64), 2.0**-20, dtype=HALF)
+    for op in (lk.add_low_rank_triton, lk.add_low_rank_reference):
+        assert torch.equal(op(y, xa, b, [64], None, residual), y[0] + residual)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
 @pytest.mark.parametrize("T, I, R, scaled, splits", [(1, 64, 16, False, 1), (33, 100, 32, True, 1), (5, 129, 16, False, 3)])
 def test_low_rank_gates(interpreter, T, I, R, scaled, splits, dtype):
