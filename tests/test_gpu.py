@@ -123,6 +123,15 @@ def test_recycled_pages_give_a_fresh_engines_tokens():
         assert tokens_of(engine.generate(prompts, GREEDY)) == tokens_of(make_engine(model).generate(prompts, GREEDY))
 
 
+def test_places_refilled_behind_running_steps_change_nothing():
+    """Five places for sixty prompts that end one by one: each refill writes into pages and places of rows that still run."""
+    model, rng = on_gpu(tiny_models.qwen3(head_dim=64)), random.Random(0)
+    prompts = tiny_models.random_prompts([rng.randint(1, 200) for _ in range(60)])
+    params = [SamplingParams(max_tokens=rng.randint(1, 60), seed=index, ignore_eos=True) for index in range(60)]
+    behind, apart = (tokens_of(make_engine(model, overlap_looks=overlap).generate(prompts, params)) for overlap in (True, False))
+    assert behind == apart
+
+
 def test_preemption_in_a_tiny_pool():
     model = on_gpu(tiny_models.qwen3(head_dim=64))
     prompts = tiny_models.random_prompts(LENGTHS)

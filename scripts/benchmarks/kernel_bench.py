@@ -341,6 +341,8 @@ SHAPES = {  # rows of the weight, K; the first word of a name says what follows 
         "o sliding": (1536, 2048), "o full": (1536, 4096), "gate_up": (12288, 1536), "gate_up wide": (24576, 1536),
         "down": (1536, 6144), "down wide": (1536, 12288), "qkv layer input": (256, 1536), "o layer input": (1536, 256),
     },
+    # With the A of a rank-32 adapter beneath each part, as active LoRA runs them; the gate is then a kernel of its own.
+    "llama-3.2-3b-lora": {"qkv": (5216, 3072), "o": (3104, 3072), "qkv of gate_up": (16448, 3072), "o of down": (3104, 8192)},
     "qwen3-4b-lora-a": {"qkv a": (96, HIDDEN), "qkv a of o": (32, HEADS * HEAD_DIM), "qkv a of gate_up": (64, HIDDEN), "qkv a of down": (32, INTERMEDIATE)},
 }  # fmt: skip
 LINEAR_SHAPES = SHAPES["qwen3-4b"]
