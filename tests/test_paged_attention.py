@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 import flex_paged_attention
-from flex_engine import Prefix, SamplingParams, Scheduler, Sequence
+from flex_engine import SamplingParams
 from flex_paged_attention import (
     FLEX_Q_BLOCK,
     Attend,
@@ -28,6 +28,7 @@ from flex_paged_attention import (
     measured_choice,
     paged_block_mask,
 )
+from flex_scheduler import Prefix, Scheduler, Sequence
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

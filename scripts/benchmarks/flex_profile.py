@@ -16,9 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from flex_engine import Attend, DecodeBatch, FlexEngine, PrefillBatch, Prefix, SamplingParams, Sequence
+from flex_engine import FlexEngine, SamplingParams
 from flex_lora import EXPERT_PARAMETERS, is_lora, num_experts
 from flex_moe import NF4Experts, record_expert_reads
+from flex_paged_attention import Attend, DecodeBatch, PrefillBatch
+from flex_scheduler import Prefix, Sequence
 from flex_weights import unwrapped
 
 
