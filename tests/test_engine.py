@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import random
+import time
 
 import numpy as np
 import pytest
@@ -25,6 +26,7 @@ from flex_engine import (
     completion_seed,
     decode_buckets,
 )
+from late_device import LateDevice
 from numerics import hf_greedy, hf_logits, shuffle_free_pages
 from qwen3_flex_inference import Qwen3Walker
 from tiny_models import VOCAB, SpellingTokenizer, random_prompts
@@ -262,6 +264,39 @@ def test_looks_that_overlap_change_nothing(reference, model, monkeypatch, seed):
             assert one.full_logprobs == pytest.approx(other.full_logprobs, abs=2e-4)
 
 
+@pytest.mark.parametrize("seed", range(16))
+def test_a_device_that_runs_as_late_as_it_may(reference, model, monkeypatch, seed):
+    """Nothing that the host does comes too early for steps, prefills and copies that have not run yet; each refill is timed once."""
+    rng = random.Random(seed)
+    prompts, params, config = random_load(rng)
+    method, call = ("_look", 2) if seed % 2 else ("_launch", rng.randint(0, 1))
+    one_by_one = [([prompt], [p]) for prompt, p in zip(prompts, params)]
+
+    def outputs_of(engine: FlexEngine, pauses: list[int]) -> list:
+        if seed % 2:
+            return engine.generate(prompts, params)
+        arrivals = (arrival for own, pause in zip(one_by_one, pauses) for arrival in [([], [])] * pause + [own])
+        return sorted(engine.stream(arrivals), key=lambda output: output.index)
+
+    expected = outputs_of(make_engine(tiny_models.unshared(reference), tokenizer=SpellingTokenizer(), **config), [0] * len(prompts))
+    engine = make_engine(model, tokenizer=SpellingTokenizer(), overlap_looks=True, **config)
+    shuffle_free_pages(engine)
+    device, refills, admit = LateDevice(engine), [], engine.state.admit
+    if seed % 4 > 1:
+        with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+            patch.setattr(engine, method, interrupt_at(call, getattr(engine, method)))
+            engine.generate(prompts, params)
+        engine.reset_stats()
+    monkeypatch.setattr(engine.state, "admit", lambda sequences: [refills.append(sequences), admit(sequences)])
+    outputs = outputs_of(engine, [rng.choice([0, 0, 1, 4]) for _ in prompts])
+    assert tokens_of(outputs) == tokens_of(expected)
+    for one, other in zip(outputs, expected):
+        for mine, its in zip(one.outputs, other.outputs, strict=True):
+            assert mine.finish_reason == its.finish_reason and mine.logprobs == pytest.approx(its.logprobs, abs=2e-4)
+    assert device.done == len(device.queue), "something runs on behind the call"
+    assert engine.stats().prefill_seconds == len(refills)
+
+
 def test_every_round_equals_a_fresh_engine(reference, model):
     """Recycled pages and slots: mixed loads, one after the other in one engine of few pages."""
     engine = make_engine(model, num_pages=24)
@@ -299,6 +334,54 @@ def test_requests_that_arrive_one_after_the_other(model, prompts, expected):
     closed.close()
     assert engine.cache.pages.num_used == 0
     assert tokens_of(engine.generate(prompts, greedy())) == expected
+
+
+def test_who_arrives_joins_the_very_next_window(model, prompts):
+    engine = make_engine(model, max_batch_size=2, steps_per_look=3, overlap_looks=True)
+    prefill, given = engine._prefill, []
+
+    def steps_given() -> int:
+        first = engine._scheduler.running[0]
+        return len(first.token_ids) + first.ahead
+
+    def recorded(batch):
+        given.append(steps_given())
+        prefill(batch)
+
+    def arrivals():
+        yield [prompts[0]], [greedy()]
+        yield from [([], [])] * 3
+        given.append(steps_given())
+        yield [prompts[1]], [greedy()]
+
+    engine._prefill = recorded
+    assert len(list(engine.stream(arrivals()))) == 2
+    first, arrived, second = given
+    assert first == 0 and arrived == second > 0
+
+
+def test_waiting_for_arrivals_is_not_decoding(model, prompts, expected):
+    """All end by a stop id, with a window under way behind the one in which they do."""
+    engine = make_engine(model, steps_per_look=3, overlap_looks=True)
+
+    def arrivals():
+        yield [prompts[0]], [greedy(stop_token_ids=[expected[0][1]])]
+        while engine._scheduler.busy:
+            yield [], []
+        time.sleep(1)
+
+    assert len(list(engine.stream(arrivals()))) == 1
+    assert engine.stats().decode_steps == 6 and engine.stats().decode_seconds < 1
+
+
+@pytest.mark.parametrize("overlap_looks", [False, True])
+def test_steps_behind_the_last_token_of_a_full_sequence(model, overlap_looks):
+    """It stands still on its last page, whose end is the page list's end."""
+    engine = make_engine(model, max_seq_len=64, steps_per_look=8, overlap_looks=overlap_looks)
+    prompts = random_prompts([30, 5])
+    alone = [engine.generate([prompt], greedy(64 - len(prompt), ignore_eos=True)) for prompt in prompts]
+    together = engine.generate(prompts, [greedy(64 - len(prompt), ignore_eos=True) for prompt in prompts])
+    assert tokens_of(together) == [tokens for outputs in alone for tokens in tokens_of(outputs)]
 
 
 def test_a_second_call_returns_its_own_requests(model, prompts, expected):

@@ -497,6 +497,7 @@ class FlexEngine:
         self._synchronize()  # an interrupted call may have left steps under way
         self.wake_up()
         self.packed.clear()
+        self._refills = []
         scheduler = self._scheduler = Scheduler(self.cache, self.config.max_batch_size, [])
         under_way: dict[int, tuple[RequestOutput, int]] = {}  # with the number of its completions
         window: Window | None = None
@@ -536,10 +537,11 @@ class FlexEngine:
                             refresh=False,
                         )
                     if not scheduler.busy:
+                        if window is not None:  # given before the host knew that all had ended: its steps count, waiting does not
+                            self._look(scheduler, window)
+                            window = None
                         self.packed.clear()  # whoever is waited for may change the weights
                     arrived = next(arrivals, None)
-                if window is not None:  # given before the host knew that all had ended: its steps count, and nothing runs on behind us
-                    self._look(scheduler, window)
         finally:
             # An interrupted rollout must leave the pool as it found it.
             scheduler.release_all()
@@ -599,22 +601,21 @@ class FlexEngine:
     def _advance(self, scheduler: Scheduler, window: Window | None) -> tuple[Window | None, list[Sequence]]:
         """Gives the GPU its next window, and looks at `window`, the one before. Returns the new one, and the sequences that ended.
 
-        Their places are refilled behind the new window, while it runs. Where the look decides what comes next (whose pages are taken
-        away, whether anyone still runs) it comes first.
+        Free places are refilled behind `window`, while it runs. Where the look decides what comes next (whose pages are taken away,
+        whether anyone still runs) it comes first.
         """
         finished: list[Sequence] = []
-        if window is not None and scheduler.needs_look(self.steps_per_look):
-            finished, window = self._look(scheduler, window), None
         if window is None:
             self._decode_clock = time.perf_counter()
+        self._refill(scheduler)
+        if window is not None and scheduler.needs_look(self.steps_per_look):
+            finished, window = self._look(scheduler, window), None
             self._refill(scheduler)
         following = self._launch(scheduler, window) if scheduler.running else None
         if window is not None:
             finished += self._look(scheduler, window)
         if following is not None and not self.overlap_looks:
             finished, following = finished + self._look(scheduler, following), None
-        if following is not None:
-            self._refill(scheduler)
         return following, finished
 
     def _launch(self, scheduler: Scheduler, before: Window | None) -> Window:
@@ -636,7 +637,7 @@ class FlexEngine:
             if graph is not None:
                 graph.replay()
             else:
-                self._decode_step(bucket, shared_tokens > 0, max_length=longest + step)
+                self._decode_step(bucket, shared_tokens > 0, max_length=min(longest + step, self.config.max_seq_len))
         for host, ring in ((state.host_tokens, state.ring_tokens), (state.host_logprobs, state.ring_logprobs)):
             host[buffer, :steps].copy_(ring[:steps], non_blocking=True)
         for sequence in running:
