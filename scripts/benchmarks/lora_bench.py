@@ -216,7 +216,7 @@ def print_table(report: Report, batches: list[int]) -> None:
         print(f"{'ms, 36 layers':24}" + "".join(f"{us['all four', batch, v] * LAYERS / 1e3:12.3f}" for v in variants))
     for mode in LORA_MODES:
         print(f"refresh, {mode}: {us['refresh', 0, mode] / 1e3:.2f} ms, of which host {us['refresh, host', 0, mode] / 1e3:.2f}")
-    print(f"PEFT's merge + unmerge: {us[PEFT_MERGE, 0, 'finished'] / 1e3:.2f} ms")
+    print(f"{PEFT_MERGE}: {us[PEFT_MERGE, 0, 'finished'] / 1e3:.2f} ms")
 
 
 def nf4_variants(N: int) -> Iterator[flex_nf4.NF4Options]:

@@ -266,7 +266,10 @@ def run_as_rank(args: argparse.Namespace) -> int:
     state = PartialState(cpu=not torch.cuda.is_available())
     if torch.cuda.is_available():
         torch.cuda.set_device(state.local_process_index)
+    started = time.perf_counter()
     engine, measured = make_engine(args), []
+    if state.is_main_process:
+        note(f"{args.rank_part}: engine ready after {time.perf_counter() - started:.1f} s")
 
     def save() -> None:
         if state.is_main_process:
@@ -325,13 +328,17 @@ def launch(ranks: int, script: str, flags: list[str]) -> None:
 
 
 def run_ray(args: argparse.Namespace) -> None:
+    started = time.perf_counter()
     try:
         start_ray(None, args.num_actors)
+        note(f"ray: a cluster after {time.perf_counter() - started:.1f} s")
         # The whole GPU where there is one for each, else equal shares; as many on each as on any other, or one more.
         each = 1 / math.ceil(args.num_actors / args.gpus) if torch.cuda.is_available() else 0.0
         pool = RolloutPool(functools.partial(make_engine, args), args.num_actors, each)
     except ValueError as error:
         fail(str(error))
+    own = max(member.info.startup_seconds for member in pool.members)
+    note(f"ray: {args.num_actors} actors ready after {time.perf_counter() - started:.1f} s, {own:.1f} of them an engine's own")
     try:
         measure_pool(pool, args)
     except ActorsLostError as error:
@@ -364,6 +371,7 @@ def measure_pool(pool: RolloutPool, args: argparse.Namespace) -> None:
     for _ in range(args.n_rounds):
         pool.load_weights(adapter)
     save()
+    note(f"ray: {args.n_rounds} broadcasts, median {statistics.median(broadcast.seconds for broadcast in pool.broadcasts):.2f} s")
     with killed_half_way(pool, usual):
         run = run_round(pool, largest.prompts, params_of(args, 0))
     name = f"{largest.name}, an actor killed half way"
