@@ -17,7 +17,7 @@ import torch
 from flex_engine import EngineConfig, FlexEngine, InvalidPromptError, SamplingParams
 from flex_ray import (
     ActorsLostError,
-    PackedWeights,
+    OneBuffer,
     RolloutPool,
     adapter_weights,
     attach_ray_rollouts,
@@ -107,7 +107,7 @@ def test_packed_weights_come_back():
         "a": torch.randn(3, 5), "b": torch.randn(7).bfloat16(), "c": torch.randint(9, (2, 1, 3)), "d": torch.tensor(2.0),
         "e": torch.randn(4, 6).T, "f": torch.empty(0, 3),
     }  # fmt: skip
-    unpacked = PackedWeights.of(weights).tensors(torch.device("cpu"))
+    unpacked = OneBuffer.of(weights).tensors(torch.device("cpu"))
     assert unpacked.keys() == weights.keys()
     for name, tensor in weights.items():
         assert unpacked[name].dtype == tensor.dtype and torch.equal(unpacked[name], tensor)

@@ -73,14 +73,14 @@ def require_ray():
 
 
 @dataclass
-class PackedWeights:
+class OneBuffer:
     """Named tensors in one array of bytes, which the object store maps into every actor of a machine without a copy."""
 
     layout: list[tuple[str, torch.dtype, torch.Size, int]]
     data: np.ndarray
 
     @classmethod
-    def of(cls, weights: Mapping[str, Tensor]) -> PackedWeights:
+    def of(cls, weights: Mapping[str, Tensor]) -> OneBuffer:
         layout, size = [], 0
         for name, tensor in weights.items():
             layout.append((name, tensor.dtype, tensor.shape, size))
@@ -168,7 +168,7 @@ class EngineActor:
 
     CONCURRENCY = 4  # run, add, close, load
 
-    def __init__(self, make_engine: Callable[[], FlexEngine], version: int, weights: PackedWeights | None):
+    def __init__(self, make_engine: Callable[[], FlexEngine], version: int, weights: OneBuffer | None):
         started = time.perf_counter()
         try:
             self.engine = make_engine()
@@ -193,7 +193,7 @@ class EngineActor:
             totals["peak_allocated_gb"], totals["peak_reserved_gb"] = peak_memory_gb()
         return totals
 
-    def load(self, version: int, weights: PackedWeights) -> float:
+    def load(self, version: int, weights: OneBuffer) -> float:
         """Takes over broadcast weights; returns the seconds it took."""
         started = time.perf_counter()
         with self.lock, torch.no_grad():
@@ -402,7 +402,7 @@ class RolloutPool:
         """Broadcasts new weights (`adapter_weights` of the trainer's model) to all actors. Returns their version."""
         self._require_actors()
         started = time.perf_counter()
-        packed = PackedWeights.of(weights)
+        packed = OneBuffer.of(weights)
         self.weights = self.ray.put(packed)
         self.version += 1
         stored = time.perf_counter()

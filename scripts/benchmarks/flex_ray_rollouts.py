@@ -47,8 +47,6 @@ from flex_ray import (
     ActorsLostError,
     PoolStats,
     RolloutPool,
-    adapter_weights,
-    attach_ray_rollouts,
     cause_of,
     require_ray,
     start_ray,
@@ -56,8 +54,6 @@ from flex_ray import (
 from lora_adapters import attach_adapter, check_lora_arguments
 from prompts import Prompt
 from written_walkers import text_model, walker_class_of
-
-__all__ = ["RolloutPool", "adapter_weights", "attach_ray_rollouts", "main", "require_ray", "start_ray"]
 
 
 @dataclass
