@@ -202,9 +202,9 @@ def make_workloads(args: argparse.Namespace, engines: int) -> list[Workload]:
     even = {f"batch {size}": [size] * engines for size in args.batch_sizes}
     size = min(args.batch_sizes)
     uneven = {f"batch {size}, the last twice": [size] * (engines - 1) + [2 * size]} if engines > 1 else {}
-    workloads = []
+    workloads, vocab_size = [], read_config(args.model_name).get_text_config().vocab_size
     for name, sizes in (even | uneven).items():
-        prompts = iter(random_prompts(sum(sizes), args.prompt_tokens, read_config(args.model_name).get_text_config().vocab_size, args.seed))
+        prompts = iter(random_prompts(sum(sizes), args.prompt_tokens, vocab_size, args.seed))
         workloads.append(Workload(name, [[next(prompts).token_ids for _ in range(size)] for size in sizes]))
     return workloads
 
