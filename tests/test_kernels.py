@@ -16,7 +16,7 @@ triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 6e-3, torch.bfloat16: 3e-2}
 
 
 @pytest.fixture(autouse=True)
@@ -181,22 +181,47 @@ def test_qk_norm_rope_store_variants(T, H, HKV, D, kind, dtype):
         assert_close(results[0][-1][:, token_slots].transpose(0, 1), normed.to(dtype))
 
 
-def test_qk_norm_rope_reference_is_hugging_face():
-    from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_pos_emb
-
-    norm = Qwen3RMSNorm(64)
-    norm.weight = torch.nn.Parameter(torch.randn(64), requires_grad=False)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["qwen3", "gemma4"])
+def test_qk_norm_rope_reference_is_hugging_face(family, dtype):
+    """Bit by bit: it rounds where Hugging Face rounds."""
+    modeling = pytest.importorskip(f"transformers.models.{family}.modeling_{family}")
+    norm = (modeling.Qwen3RMSNorm if family == "qwen3" else modeling.Gemma4RMSNorm)(64).to(dtype)
+    norm.weight = torch.nn.Parameter(torch.randn(64, dtype=dtype), requires_grad=False)
     cos, sin = (table.cpu() for table in rope_tables(20, 64))
     positions = torch.tensor([3, 17, 4])
-    qkv = torch.randn(3, 4 * 64)
-    q, k = qkv.view(3, 4, 64)[:, :2], qkv.view(3, 4, 64)[:, 2:3]
-    q, k = apply_rotary_pos_emb(norm(q)[None], norm(k)[None], cos[positions][None], sin[positions][None], 2)
-    pools = torch.zeros(1, 16, 64), torch.zeros(1, 16, 64)
+    qkv = torch.randn(3, 4 * 64).to(dtype)
+    q, k = norm(qkv.view(3, 4, 64)[None, :, :2]), norm(qkv.view(3, 4, 64)[None, :, 2:3])
+    rope = [table[positions].to(dtype)[None] for table in (cos, sin)]
+    if family == "qwen3":
+        q, k = modeling.apply_rotary_pos_emb(q, k, *rope, 2)
+    else:
+        q, k = (modeling.apply_rotary_pos_emb(x, *rope, 2) for x in (q, k))
+    pools = torch.zeros(2, 1, 16, 64, dtype=dtype)
     q_ours, k_ours, _ = flex_kernels.qk_norm_rope_store_reference(
-        qkv, norm.weight, norm.weight, 1e-6, cos, sin, positions, torch.tensor([1, 2, 3]), *pools, 2, True
+        qkv, norm.weight, norm.weight, 1e-6, cos, sin, positions, torch.tensor([1, 2, 3]), *pools, 2, True, family == "gemma4"
     )
-    torch.testing.assert_close(q_ours, q[0])
-    torch.testing.assert_close(k_ours, k[0])
+    compare = torch.equal if dtype == torch.bfloat16 else torch.allclose
+    assert compare(q_ours, q[0]) and compare(k_ours, k[0])
+
+
+def test_kernels_round_where_their_references_do():
+    """A missing rounding changes the bits of a third of the results and more; another order of sums those of very few."""
+    T, K, I, dtype = 5, 256, 128, HALF_TYPES[-1]
+    x, gate_up, down = (randn(*shape, dtype=dtype) for shape in ((T, K), (2 * I, K), (K, I)))
+    residual, norm = randn(T, K, dtype=dtype, scale=8.0), randn(K, dtype=dtype)
+    hidden = flex_linear.gate_up_silu_reference(x, gate_up)
+    wide = flex_linear.LinearOptions(16, 64, 1, 4, 2, wide=True)
+    qkv, pools = randn(T, 4 * 64, dtype=dtype), torch.zeros(4, 1, 16, 64, dtype=dtype, device=DEVICE)
+    rope = qkv, norm[:64], norm[64:128], 1e-6, *rope_tables(50, 64), torch.arange(T, device=DEVICE), torch.arange(T, device=DEVICE)
+    pairs = [(flex_linear.gate_up_silu_triton(x, gate_up, options), hidden) for options in (small_options(1), small_options(2), wide)]
+    added = flex_linear.linear_add_norm_triton(hidden, down, residual, norm, 1e-6, small_options(2))
+    pairs += zip(added, flex_linear.linear_add_norm_reference(hidden, down, residual, norm, 1e-6))
+    for norm_v in (False, True):
+        triton = flex_kernels.qk_norm_rope_store_triton(*rope, *pools[:2], 2, True, norm_v)
+        pairs += zip(triton, flex_kernels.qk_norm_rope_store_reference(*rope, *pools[2:], 2, True, norm_v))
+    for index, (actual, expected) in enumerate(pairs):
+        assert (actual == expected).float().mean() > 0.97, index
 
 
 # --- paged decode attention ------------------------------------------------------------------------------------------

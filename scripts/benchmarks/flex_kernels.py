@@ -284,7 +284,8 @@ def qk_norm_rope_store(
     - `k_pool_HND`, `v_pool_HND` [num_kv_heads, slots, D]: written in place at `token_slots_T`, nothing else is touched.
     - `packed_kv=True` returns (q_THD, k_THD, v_THD): prefill attends over its own keys without reading pages.
 
-    Everything between the loads and the stores is fp32 (Hugging Face rounds between norm and rotation).
+    Rounded where Hugging Face rounds, so that a sampler and its trainer see the same q and k: the normed head before the weight
+    (not with `norm_v`: Gemma's norms multiply in fp32) and after it, cos and sin, and each product with them.
     """
     run = qk_norm_rope_store_triton if use_triton(qkv_TE) else qk_norm_rope_store_reference
     return run(
@@ -293,13 +294,18 @@ def qk_norm_rope_store(
     )
 
 
-def _head_norm_reference(x_THD: Tensor, norm_D: Tensor | None, eps: float) -> Tensor:
+def _head_norm_reference(x_THD: Tensor, norm_D: Tensor | None, eps: float, round_first: bool) -> Tensor:
+    if norm_D is None:
+        return x_THD
     y_THD = x_THD.float()
-    return y_THD if norm_D is None else y_THD * torch.rsqrt(y_THD.square().mean(-1, keepdim=True) + eps) * norm_D.float()
+    y_THD = y_THD * torch.rsqrt(y_THD.square().mean(-1, keepdim=True) + eps)
+    y_THD = y_THD.to(x_THD.dtype) if round_first else y_THD
+    return (y_THD * norm_D).to(x_THD.dtype)
 
 
 def _rope_reference(x_THD: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
     R = cos_TR.shape[-1]
+    cos_TR, sin_TR = cos_TR.to(x_THD.dtype), sin_TR.to(x_THD.dtype)
     rotary_THR, rest = x_THD[..., :R], x_THD[..., R:]
     turned_THR = torch.cat((-rotary_THR[..., R // 2 :], rotary_THR[..., : R // 2]), dim=-1)
     rotated_THR = rotary_THR * cos_TR[:, None] + turned_THR * sin_TR[:, None]
@@ -310,18 +316,18 @@ def qk_norm_rope_store_reference(
     qkv_TE, q_norm_D, k_norm_D, eps, cos_PR, sin_PR, positions_T, token_slots_T, k_pool_HND, v_pool_HND, num_heads,
     packed_kv=False, norm_v=False,
 ):
-    rope, dtype = (cos_PR[positions_T], sin_PR[positions_T]), qkv_TE.dtype
+    rope = cos_PR[positions_T], sin_PR[positions_T]
     if k_pool_HND is None:
-        return _rope_reference(_head_norm_reference(qkv_TE.unflatten(1, (num_heads, -1)), q_norm_D, eps), *rope).to(dtype)
+        return _rope_reference(_head_norm_reference(qkv_TE.unflatten(1, (num_heads, -1)), q_norm_D, eps, not norm_v), *rope)
     num_kv_heads, _, D = k_pool_HND.shape
     heads_THD = qkv_TE.view(len(qkv_TE), -1, D)
     qk_THD, v_THD = heads_THD[:, : num_heads + num_kv_heads], heads_THD[:, -num_kv_heads:]
     if q_norm_D is None and k_norm_D is None:
-        normed_THD = qk_THD.float()
+        normed_THD = qk_THD
     else:
         parts = zip(qk_THD.split((num_heads, num_kv_heads), dim=1), (q_norm_D, k_norm_D))
-        normed_THD = torch.cat([_head_norm_reference(x_THD, norm_D, eps) for x_THD, norm_D in parts], dim=1)
-    q_THD, k_THD = _rope_reference(normed_THD, *rope).to(dtype).split((num_heads, num_kv_heads), dim=1)
+        normed_THD = torch.cat([_head_norm_reference(x_THD, norm_D, eps, not norm_v) for x_THD, norm_D in parts], dim=1)
+    q_THD, k_THD = _rope_reference(normed_THD, *rope).split((num_heads, num_kv_heads), dim=1)
     if norm_v:
         v_THD = F.rms_norm(v_THD.float(), (D,), eps=eps).to(v_THD.dtype)
     k_pool_HND[:, token_slots_T] = k_THD.transpose(0, 1)
@@ -346,18 +352,26 @@ def _store_heads(
 
 
 @jit
+def _weighted(normed, norm, dtype: tl.constexpr, ROUND_FIRST: tl.constexpr):
+    if ROUND_FIRST:
+        normed = normed.to(dtype).to(tl.float32)
+    return (normed * norm.to(tl.float32)[None, :]).to(dtype).to(tl.float32)
+
+
+@jit
 def _load_norm_rope(
     x_ptr, norm_ptr, cos_ptr, sin_ptr, eps, heads, mask_h,
-    HAS_NORM: tl.constexpr, R: tl.constexpr, D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_REST: tl.constexpr,
+    HAS_NORM: tl.constexpr, ROUND_FIRST: tl.constexpr, R: tl.constexpr, D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_REST: tl.constexpr,
 ):
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
     dims = tl.arange(0, BLOCK_R)
     mask_r = dims < R // 2
     mask = mask_h[:, None] & mask_r[None, :]
     ptrs = x_ptr + heads[:, None] * D + dims[None, :]
     lo = tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
     hi = tl.load(ptrs + R // 2, mask=mask, other=0.0).to(tl.float32)
-    cos = tl.load(cos_ptr + dims, mask=mask_r, other=0.0)[None, :]
-    sin = tl.load(sin_ptr + dims, mask=mask_r, other=0.0)[None, :]
+    cos = tl.load(cos_ptr + dims, mask=mask_r, other=0.0).to(dtype).to(tl.float32)[None, :]
+    sin = tl.load(sin_ptr + dims, mask=mask_r, other=0.0).to(dtype).to(tl.float32)[None, :]
     rest = lo
     if R < D:
         rest_dims = R + tl.arange(0, BLOCK_REST)
@@ -368,11 +382,13 @@ def _load_norm_rope(
         if R < D:
             squares += tl.sum(rest * rest, axis=1)
         scale = tl.rsqrt(squares / D + eps)[:, None]
-        lo *= scale * tl.load(norm_ptr + dims, mask=mask_r, other=0.0).to(tl.float32)[None, :]
-        hi *= scale * tl.load(norm_ptr + R // 2 + dims, mask=mask_r, other=0.0).to(tl.float32)[None, :]
+        lo = _weighted(lo * scale, tl.load(norm_ptr + dims, mask=mask_r, other=0.0), dtype, ROUND_FIRST)
+        hi = _weighted(hi * scale, tl.load(norm_ptr + R // 2 + dims, mask=mask_r, other=0.0), dtype, ROUND_FIRST)
         if R < D:
-            rest *= scale * tl.load(norm_ptr + rest_dims, mask=rest_dims < D, other=0.0).to(tl.float32)[None, :]
-    return lo * cos - hi * sin, hi * cos + lo * sin, rest
+            rest = _weighted(rest * scale, tl.load(norm_ptr + rest_dims, mask=rest_dims < D, other=0.0), dtype, ROUND_FIRST)
+    lo_cos, lo_sin = (lo * cos).to(dtype).to(tl.float32), (lo * sin).to(dtype).to(tl.float32)
+    hi_cos, hi_sin = (hi * cos).to(dtype).to(tl.float32), (hi * sin).to(dtype).to(tl.float32)
+    return lo_cos - hi_sin, hi_cos + lo_sin, rest
 
 
 @jit
@@ -398,14 +414,14 @@ def _qk_norm_rope_store_kernel(
         heads = block * BLOCK_H + tl.arange(0, BLOCK_H)
         mask_h = heads < H
         lo, hi, rest = _load_norm_rope(
-            x_ptr, q_norm_ptr, cos_ptr, sin_ptr, eps, heads, mask_h, HAS_Q_NORM, R, D, BLOCK_R, BLOCK_REST
+            x_ptr, q_norm_ptr, cos_ptr, sin_ptr, eps, heads, mask_h, HAS_Q_NORM, not NORM_V, R, D, BLOCK_R, BLOCK_REST
         )
         _store_heads(q_ptr + token * (H * D), heads * D, lo, hi, rest, mask_h, R, D, BLOCK_R, BLOCK_REST)
     elif block < q_blocks + kv_blocks:
         heads = (block - q_blocks) * BLOCK_H + tl.arange(0, BLOCK_H)
         mask_h = heads < HKV
         lo, hi, rest = _load_norm_rope(
-            x_ptr + H * D, k_norm_ptr, cos_ptr, sin_ptr, eps, heads, mask_h, HAS_K_NORM, R, D, BLOCK_R, BLOCK_REST
+            x_ptr + H * D, k_norm_ptr, cos_ptr, sin_ptr, eps, heads, mask_h, HAS_K_NORM, not NORM_V, R, D, BLOCK_R, BLOCK_REST
         )
         pool_offsets = heads.to(tl.int64) * k_stride_h
         _store_heads(k_pool_ptr + slot * k_stride_n, pool_offsets, lo, hi, rest, mask_h, R, D, BLOCK_R, BLOCK_REST)

@@ -243,17 +243,21 @@ def _store_linear(
     acc, acc_up, bias_ptr, residual_ptr, y_ptr, n, t, T, residual_stride, N: tl.constexpr, GATED: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
 ):
-    """Store a tile [n, t] of sums."""
+    """Store a tile [n, t] of sums, rounded where Hugging Face rounds: the product, the activated gate, the sum with the residual."""
+    dtype = y_ptr.dtype.element_ty
     mask = (n < N)[:, None] & (t < T)[None, :]
-    if GATED == 1:
-        acc = acc / (1.0 + tl.exp(-acc)) * acc_up
-    elif GATED == 2:
-        acc = gelu_tanh(acc) * acc_up
     if HAS_BIAS:
         acc += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
+    acc = acc.to(dtype).to(tl.float32)
+    if GATED == 1:
+        acc = acc / (1.0 + tl.exp(-acc))
+    elif GATED == 2:
+        acc = gelu_tanh(acc)
+    if GATED:
+        acc = acc.to(dtype).to(tl.float32) * acc_up.to(dtype).to(tl.float32)
     if HAS_RESIDUAL:
         acc += tl.load(residual_ptr + t[None, :] * residual_stride + n[:, None], mask=mask, other=0.0).to(tl.float32)
-    tl.store(y_ptr + t[None, :] * N + n[:, None], acc.to(y_ptr.dtype.element_ty), mask=mask)
+    tl.store(y_ptr + t[None, :] * N + n[:, None], acc.to(dtype), mask=mask)
 
 
 @jit
@@ -436,10 +440,11 @@ def _add_norm_kernel(
     cols = tl.arange(0, BLOCK)
     mask = cols < N
     weight = tl.load(weight_ptr + cols, mask=mask, other=0.0).to(tl.float32)
-    total = tl.load(residual_ptr + row * residual_stride + cols, mask=mask, other=0.0).to(tl.float32)
+    residual = tl.load(residual_ptr + row * residual_stride + cols, mask=mask, other=0.0).to(tl.float32)
+    product = tl.zeros([BLOCK], tl.float32)
     for split in tl.static_range(SPLIT_K):
-        total += tl.load(partial_ptr + (split * T + row) * N + cols, mask=mask, other=0.0)
-    total = total.to(total_ptr.dtype.element_ty)
+        product += tl.load(partial_ptr + (split * T + row) * N + cols, mask=mask, other=0.0)
+    total = (residual + product.to(total_ptr.dtype.element_ty).to(tl.float32)).to(total_ptr.dtype.element_ty)
     tl.store(total_ptr + row * N + cols, total, mask=mask)
     total = total.to(tl.float32)
     normed = total * tl.rsqrt(tl.sum(total * total) / N + eps)
@@ -531,7 +536,7 @@ def linear_add_norm_triton(x_TK, weight_NK, residual_TN, norm_weight_N, eps, opt
 
 
 def add_norm_triton(partial_STN: Tensor, residual_TN: Tensor, norm_weight_N: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(normed_TN, total_TN), total = the sum over S in fp32 + residual, rounded once."""
+    """(normed_TN, total_TN), total = residual + the sum over S, which is taken in fp32 and rounded first."""
     assert partial_STN.is_contiguous() and residual_TN.stride(1) == 1
     splits, T, N = partial_STN.shape
     total_TN, normed_TN = residual_TN.new_empty((T, N)), residual_TN.new_empty((T, N))

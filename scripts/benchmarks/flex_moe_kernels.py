@@ -291,8 +291,10 @@ def _grouped_kernel(
             up = _add_low_rank(up, xa_ptr, b_ptrs + N, places, taken, n < N, xa_split_stride, BLOCK_M, R, XA_SPLITS)
     if R > 0:
         acc = _add_low_rank(acc, xa_ptr, b_ptrs, places, taken, n < N, xa_split_stride, BLOCK_M, R, XA_SPLITS)
-    if GATED:
-        acc = acc / (1.0 + tl.exp(-acc)) * up
+    if GATED:  # rounded where Hugging Face rounds
+        dtype = y_ptr.dtype.element_ty
+        acc = acc.to(dtype).to(tl.float32)
+        acc = (acc / (1.0 + tl.exp(-acc))).to(dtype).to(tl.float32) * up.to(dtype).to(tl.float32)
     if TO_PAIR:
         acc *= factor[None, :]
         places = (pairs % TOP_K) * tokens + pairs // TOP_K

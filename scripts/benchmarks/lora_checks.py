@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationConfig
+from transformers import GenerationConfig, LogitsProcessor
 
 from flex_engine import EngineConfig, FlexEngine, SamplingParams
 from flex_lora import LORA_MODES, Delta, active_tensors, can_merge, is_lora, target_of, unwrap
@@ -236,14 +236,15 @@ def mode_errors(
     walker_class, model: nn.Module, prompts: Sequence[Sequence[int]], max_tokens: int = 64, config: EngineConfig | None = None,
     seed: int = 0,
 ) -> dict[str, LogprobError]:  # fmt: skip
-    """The error of each LoRA mode, and under "hf_generate" that of Hugging Face's generate: its own forward with a cache.
+    """The error of each LoRA mode, and under "hf_generate" that of Hugging Face's generate, its own forward with a cache, on the
+    tokens that the active mode has drawn.
 
     Makes an engine of its own for each mode, one after another. An engine that was there before takes the weights back at its
     next `refresh_lora()`.
     """
     was_training = model.training
     model.eval()
-    errors = {"hf_generate": _hf_generate_error(model, prompts, max_tokens, seed)}
+    errors = {}
     config = config or EngineConfig(
         max_batch_size=len(prompts), max_seq_len=max(map(len, prompts)) + max_tokens, capture_cudagraph=False
     )
@@ -253,26 +254,41 @@ def mode_errors(
         engine = FlexEngine(walker_class(model, lora_mode=mode), config=config)
         outputs = engine.generate(prompts, SamplingParams(max_tokens=max_tokens, ignore_eos=True, seed=seed))
         del engine
-        own = [torch.tensor(output.outputs[0].full_logprobs) for output in outputs]
-        trainer = [trainer_logprobs(model, prompt, output.outputs[0].token_ids) for prompt, output in zip(prompts, outputs)]
-        errors[mode] = LogprobError.between(torch.cat(own), torch.cat(trainer).cpu())
+        completions = [output.outputs[0].token_ids for output in outputs]
+        own = torch.tensor([output.outputs[0].full_logprobs for output in outputs]).flatten()
+        trainer = torch.cat([trainer_logprobs(model, *pair) for pair in zip(prompts, completions)]).cpu()
+        errors[mode] = LogprobError.between(own, trainer)
+        if mode == "active":
+            errors["hf_generate"] = LogprobError.between(_hf_generate_logprobs(model, prompts, completions), trainer)
     model.train(was_training)
     return errors
 
 
-def _hf_generate_error(model: nn.Module, prompts: Sequence[Sequence[int]], max_tokens: int, seed: int) -> LogprobError:
+class _ForcedTokens(LogitsProcessor):
+    """Lets generate choose nothing but the given tokens `[B, T]`."""
+
+    def __init__(self, tokens_BT: Tensor, prompt_length: int):
+        self.tokens_BT, self.prompt_length = tokens_BT, prompt_length
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        step = input_ids.shape[1] - self.prompt_length
+        return torch.full_like(scores, -torch.inf).scatter_(1, self.tokens_BT[:, step : step + 1], 0.0)
+
+
+def _hf_generate_logprobs(model: nn.Module, prompts: Sequence[Sequence[int]], completions: list[list[int]]) -> Tensor:
+    """log p of each completion token as generate computes it, prompts padded on the left: `[B * T]`. Completions are of one length."""
     device = model.get_input_embeddings().weight.device
     longest = max(map(len, prompts))
     ids = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts], device=device)
     mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
+    tokens_BT = torch.tensor(completions, device=device)
+    no_token = model.get_input_embeddings().num_embeddings
     generation = GenerationConfig(
-        do_sample=True, top_k=0, max_new_tokens=max_tokens, pad_token_id=0, output_logits=True, return_dict_in_generate=True
+        do_sample=False, max_new_tokens=tokens_BT.shape[1], pad_token_id=0, eos_token_id=no_token, output_logits=True,
+        return_dict_in_generate=True,
+    )  # fmt: skip
+    output = model.generate(
+        input_ids=ids, attention_mask=mask, generation_config=generation, logits_processor=[_ForcedTokens(tokens_BT, longest)]
     )
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        torch.manual_seed(seed)
-        output = model.generate(input_ids=ids, attention_mask=mask, generation_config=generation)
-    completions = output.sequences[:, longest:]
-    logits_BTV = torch.stack(output.logits, dim=1).float()
-    own_BT = logits_BTV.log_softmax(-1).gather(2, completions[..., None])[..., 0]
-    trainer = [trainer_logprobs(model, prompt, tokens.tolist()) for prompt, tokens in zip(prompts, completions)]
-    return LogprobError.between(own_BT.flatten().cpu(), torch.cat(trainer).cpu())
+    logprobs = [logits.float().log_softmax(-1).gather(1, tokens_BT[:, step, None]) for step, logits in enumerate(output.logits)]
+    return torch.cat(logprobs, dim=1).flatten().cpu()
