@@ -436,9 +436,9 @@ class FlexEngine:
             ids = list(self.tokenizer.encode(prompt, add_special_tokens=False) if prompt else [])
         else:
             ids = prompt.tolist() if isinstance(prompt, (Tensor, np.ndarray)) else prompt
-            if not isinstance(ids, (list, tuple)) or not all(isinstance(token, (int, np.integer)) for token in ids):
+            if not isinstance(ids, (list, tuple)) or not all(issubclass(kind, (int, np.integer)) for kind in set(map(type, ids))):
                 return [], f"neither text nor a flat list of token ids, but {type(prompt).__name__}"
-            ids = [int(token) for token in ids]
+            ids = list(map(int, ids))
         vocab = self.walker.vocab_size
         limit, pages = self.config.max_seq_len, self.cache.pages
         if not ids:

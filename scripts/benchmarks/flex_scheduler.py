@@ -114,13 +114,14 @@ class Scheduler:
         """Gives slots and pages to as many waiting sequences as fit, up to `token_budget` prompt tokens to compute (a longer
         prompt goes alone)."""
         batch, tokens = AdmittedBatch(), 0
+        growing = sum(map(self._will_grow, self.running))
         while self.waiting and self.free_slots:
             sequence = self.waiting[0]
             prefix = sequence.prefix
             new_prefix = prefix.pages is None
             if new_prefix and tokens and tokens + len(prefix.token_ids) > token_budget:
                 break
-            if not self._can_admit(prefix):
+            if not self._can_admit(prefix, growing):
                 break
             if new_prefix:
                 prefix.pages = self.pages.allocate(self.pages.pages_for(len(prefix.token_ids)))
@@ -131,13 +132,16 @@ class Scheduler:
             sequence.slot = self.free_slots.pop()
             self.cache.assign(sequence.slot, sequence.pages)
             self.running.append(sequence)
+            growing += self._will_grow(sequence)
             batch.sequences.append(sequence)
         return batch
 
-    def _can_admit(self, prefix: Prefix) -> bool:
+    def _will_grow(self, sequence: Sequence) -> bool:
+        return len(sequence.pages) < self.pages.pages_for(sequence.max_length)
+
+    def _can_admit(self, prefix: Prefix, growing: int) -> bool:
         """Whether the pages suffice, and leave one for each running sequence that will grow: else one is preempted at once."""
         needed = 1 if prefix.pages is not None else 1 + self.pages.pages_for(len(prefix.token_ids))
-        growing = sum(len(sequence.pages) < self.pages.pages_for(sequence.max_length) for sequence in self.running)
         if needed + growing <= self.pages.num_free:
             return True
         if self.running:
