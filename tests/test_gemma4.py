@@ -584,8 +584,11 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 driver.set_active(kernel_bench._CompileOnly(90))
-run = JITFunction.run
-JITFunction.run = lambda self, *args, grid, warmup, **options: run(self, *args, grid=grid, warmup=True, **options)
+run, compiled = JITFunction.run, []
+def compile_only(self, *args, grid, warmup, **options):
+    compiled.append(run(self, *args, grid=grid, warmup=True, **options))
+    return compiled[-1]
+JITFunction.run = compile_only
 bf16, T, C = torch.bfloat16, 64, 1536
 def x(*shape, dtype=bf16):
     return torch.empty(*shape, dtype=dtype)
@@ -605,6 +608,8 @@ for D, window in ((256, 512), (512, None)):
     for shared in (None, decode.SharedPages(table, 64, 8)):
         plan = decode.decode_attention_plan_triton(lengths, 1, D, bf16, window, shared=shared)
         decode.paged_decode_attention_triton(x(T, 8, D), pool, pool, table, lengths, 64, 1.0, window, None, plan)
+unrounded = {kernel.name for kernel in compiled if "fma.rn.bf16" in kernel.asm["ptx"]}
+assert not unrounded, f"{unrounded} fuse a product of 16-bit values with a sum, so that it is not rounded"
 """
 
 

@@ -16,7 +16,7 @@ triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-TOLERANCE = {torch.float32: 2e-5, torch.float16: 6e-3, torch.bfloat16: 3e-2}
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 6e-3, torch.bfloat16: 5e-2}
 
 
 @pytest.fixture(autouse=True)

@@ -41,12 +41,12 @@ class DecodeOptions:
 
 
 def default_decode_options(head_dim: int, dtype: torch.dtype, batch_size: int) -> DecodeOptions:
-    """Measured best on an H200 at head size 128 (kernel_bench.py); elsewhere what fits Hopper's shared memory and registers."""
+    """Measured best on an H200 at head size 128 (kernel_bench.py), and at 256 and 512 with Gemma-4-E2B (flex_autotune_replay.py)."""
     if dtype == torch.float32:  # IEEE dots run on the plain ALUs: for checking numerics, not for speed
         return DecodeOptions(block_n=16, num_stages=2, shared_queries=16)
     if head_dim <= 128:
         return DecodeOptions() if batch_size < 192 else DecodeOptions(block_n=32, num_stages=3, ctas_per_sm=8)
-    return DecodeOptions(block_n=32, num_warps=4 if head_dim <= 256 else 8, ctas_per_sm=2)
+    return DecodeOptions(block_n=64 if head_dim <= 256 else 32, ctas_per_sm=2)
 
 
 @dataclass(frozen=True)

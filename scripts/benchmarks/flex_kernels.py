@@ -359,6 +359,12 @@ def _weighted(normed, norm, dtype: tl.constexpr, ROUND_FIRST: tl.constexpr):
 
 
 @jit
+def _rounded(x, factor, dtype: tl.constexpr):
+    """x * factor, rounded. A plain product of 16-bit values would be fused with the sum behind it, and not be rounded at all."""
+    return tl.fma(x, factor + tl.zeros_like(x), tl.zeros_like(x)).to(dtype).to(tl.float32)
+
+
+@jit
 def _load_norm_rope(
     x_ptr, norm_ptr, cos_ptr, sin_ptr, eps, heads, mask_h,
     HAS_NORM: tl.constexpr, ROUND_FIRST: tl.constexpr, R: tl.constexpr, D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_REST: tl.constexpr,
@@ -386,9 +392,7 @@ def _load_norm_rope(
         hi = _weighted(hi * scale, tl.load(norm_ptr + R // 2 + dims, mask=mask_r, other=0.0), dtype, ROUND_FIRST)
         if R < D:
             rest = _weighted(rest * scale, tl.load(norm_ptr + rest_dims, mask=rest_dims < D, other=0.0), dtype, ROUND_FIRST)
-    lo_cos, lo_sin = (lo * cos).to(dtype).to(tl.float32), (lo * sin).to(dtype).to(tl.float32)
-    hi_cos, hi_sin = (hi * cos).to(dtype).to(tl.float32), (hi * sin).to(dtype).to(tl.float32)
-    return lo_cos - hi_sin, hi_cos + lo_sin, rest
+    return _rounded(lo, cos, dtype) - _rounded(hi, sin, dtype), _rounded(hi, cos, dtype) + _rounded(lo, sin, dtype), rest
 
 
 @jit

@@ -73,6 +73,13 @@ TUNED_LINEAR: dict[tuple[int, int, int], LinearOptions | None] = {
     (16384, 3072, 128): LinearOptions(64, 64, 1, 8, 5, wide=True, tma=True),
     (3072, 8192, 64): _O,
     (3072, 8192, 128): None,
+    # With the A of a rank-32 adapter
+    (5216, 3072, 128): None,
+    (3104, 3072, 128): None,
+    (16448, 3072, 64): LinearOptions(128, 64, 1, 4, 7, wide=True, tma=True),
+    (16448, 3072, 128): LinearOptions(128, 64, 1, 8, 5, wide=True, tma=True),
+    (3104, 8192, 64): LinearOptions(128, 64, 5, 4, 6),
+    (3104, 8192, 128): None,
     # Gemma-4-E2B: q, k, v and q alone by kind of layer; o; gate_up and down
     (2560, 1536, 64): None,
     (5120, 1536, 64): None,

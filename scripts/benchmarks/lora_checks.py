@@ -187,19 +187,30 @@ class LogprobError:
     tokens: int
 
     @classmethod
-    def between(cls, sampler_T: Tensor, trainer_T: Tensor) -> LogprobError:
-        log_ratio = trainer_T.double() - sampler_T.double()
+    def between(cls, sampler: Tensor, trainer: Tensor) -> LogprobError:
+        log_ratio = trainer.double() - sampler.double()
         kl = (log_ratio.exp() - 1 - log_ratio).mean().item()
         return cls(log_ratio.abs().mean().item(), log_ratio.abs().max().item(), kl, log_ratio.numel())
 
 
+def padded(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Token ids and mask `[B, longest]`, padded on the left."""
+    longest = max(map(len, prompts))
+    ids = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts], device=device)
+    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
+    return ids, mask
+
+
 @torch.no_grad()
-def trainer_logprobs(model: nn.Module, prompt: Sequence[int], completion: Sequence[int]) -> Tensor:
-    """log p of each completion token by the model's own forward, as a trainer computes it, in evaluation mode: fp32 `[T]`."""
-    device = model.get_input_embeddings().weight.device
-    ids = torch.tensor([[*prompt, *completion]], device=device)
-    logits_TV = model(input_ids=ids).logits[0, len(prompt) - 1 : -1].float()
-    return logits_TV.log_softmax(-1).gather(1, ids[0, len(prompt) :, None])[:, 0]
+def trainer_logprobs(model: nn.Module, prompts: Sequence[Sequence[int]], completions_BT: Tensor) -> Tensor:
+    """log p of each completion token by the model's own forward, as a trainer computes it: all sequences in one batch, in evaluation
+    mode. fp32 `[B, T]`."""
+    ids, mask = padded(prompts, completions_BT.device)
+    first = ids.shape[1]
+    ids, mask = torch.cat((ids, completions_BT), dim=1), torch.cat((mask, torch.ones_like(completions_BT)), dim=1)
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    logits_BTV = model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False).logits[:, first - 1 : -1].float()
+    return logits_BTV.log_softmax(-1).gather(2, completions_BT[..., None])[..., 0]
 
 
 @dataclass
@@ -254,12 +265,12 @@ def mode_errors(
         engine = FlexEngine(walker_class(model, lora_mode=mode), config=config)
         outputs = engine.generate(prompts, SamplingParams(max_tokens=max_tokens, ignore_eos=True, seed=seed))
         del engine
-        completions = [output.outputs[0].token_ids for output in outputs]
-        own = torch.tensor([output.outputs[0].full_logprobs for output in outputs]).flatten()
-        trainer = torch.cat([trainer_logprobs(model, *pair) for pair in zip(prompts, completions)]).cpu()
-        errors[mode] = LogprobError.between(own, trainer)
+        completions_BT = torch.tensor([output.outputs[0].token_ids for output in outputs], device=model.device)
+        own_BT = torch.tensor([output.outputs[0].full_logprobs for output in outputs], device=model.device)
+        trainer_BT = trainer_logprobs(model, prompts, completions_BT)
+        errors[mode] = LogprobError.between(own_BT, trainer_BT)
         if mode == "active":
-            errors["hf_generate"] = LogprobError.between(_hf_generate_logprobs(model, prompts, completions), trainer)
+            errors["hf_generate"] = LogprobError.between(_hf_generate_logprobs(model, prompts, completions_BT), trainer_BT)
     model.train(was_training)
     return errors
 
@@ -275,20 +286,15 @@ class _ForcedTokens(LogitsProcessor):
         return torch.full_like(scores, -torch.inf).scatter_(1, self.tokens_BT[:, step : step + 1], 0.0)
 
 
-def _hf_generate_logprobs(model: nn.Module, prompts: Sequence[Sequence[int]], completions: list[list[int]]) -> Tensor:
-    """log p of each completion token as generate computes it, prompts padded on the left: `[B * T]`. Completions are of one length."""
-    device = model.get_input_embeddings().weight.device
-    longest = max(map(len, prompts))
-    ids = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts], device=device)
-    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
-    tokens_BT = torch.tensor(completions, device=device)
+def _hf_generate_logprobs(model: nn.Module, prompts: Sequence[Sequence[int]], completions_BT: Tensor) -> Tensor:
+    """log p of each completion token as generate computes it: `[B, T]`."""
+    ids, mask = padded(prompts, completions_BT.device)
     no_token = model.get_input_embeddings().num_embeddings
     generation = GenerationConfig(
-        do_sample=False, max_new_tokens=tokens_BT.shape[1], pad_token_id=0, eos_token_id=no_token, output_logits=True,
+        do_sample=False, max_new_tokens=completions_BT.shape[1], pad_token_id=0, eos_token_id=no_token, output_logits=True,
         return_dict_in_generate=True,
     )  # fmt: skip
-    output = model.generate(
-        input_ids=ids, attention_mask=mask, generation_config=generation, logits_processor=[_ForcedTokens(tokens_BT, longest)]
-    )
-    logprobs = [logits.float().log_softmax(-1).gather(1, tokens_BT[:, step, None]) for step, logits in enumerate(output.logits)]
-    return torch.cat(logprobs, dim=1).flatten().cpu()
+    forced = _ForcedTokens(completions_BT, ids.shape[1])
+    output = model.generate(input_ids=ids, attention_mask=mask, generation_config=generation, logits_processor=[forced])
+    steps = zip(output.logits, completions_BT.unbind(1))
+    return torch.stack([logits.float().log_softmax(-1).gather(1, tokens_B[:, None])[:, 0] for logits, tokens_B in steps], dim=1)
