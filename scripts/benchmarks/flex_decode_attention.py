@@ -306,12 +306,12 @@ def paged_decode_attention_reference(
 
 @jit
 def _tile_pages(page_table_ptr, tile, length, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The page of a tile's keys: one for all if a tile fits into a page, else one for each key."""
+    """The page of a tile's keys: one for all if a tile fits into a page, else one for each key. Page 0 where there is no such tile."""
     if BLOCK_N <= PAGE_SIZE:
-        return tl.load(page_table_ptr + tile * BLOCK_N // PAGE_SIZE, mask=tile * BLOCK_N < length, other=0)
+        return tl.load(page_table_ptr + tile * BLOCK_N // PAGE_SIZE, mask=(tile >= 0) & (tile * BLOCK_N < length), other=0)
     else:
         n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-        return tl.load(page_table_ptr + n // PAGE_SIZE, mask=n < length, other=0)
+        return tl.load(page_table_ptr + n // PAGE_SIZE, mask=(n >= 0) & (n < length), other=0)
 
 
 @jit
@@ -320,20 +320,24 @@ def _attend_tiles(
     PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):
-    """BLOCK_M queries over the keys of tiles begin ... end - 1 -> (output, its log2-sum-exp2). Softmax in base 2."""
+    """BLOCK_M queries over the keys of tiles begin ... end - 1 -> (output, its log2-sum-exp2). Softmax in base 2.
+
+    From the last tile to the first, as FlashAttention 2 does (behind sdpa, in most trainers): weights are rounded before they multiply
+    V, relative to the largest score so far, so that an unsplit row in tiles of 64 is rounded as it is there.
+    """
     LOG2E: tl.constexpr = 1.4426950408889634
     d = tl.arange(0, BLOCK_D)
     # The next tile's pages are loaded one tile ahead: behind an address that is still in flight, K and V loads could
     # not be pipelined.
-    next_page = _tile_pages(page_table_ptr, begin, length, PAGE_SIZE, BLOCK_N)
+    next_page = _tile_pages(page_table_ptr, end - 1, length, PAGE_SIZE, BLOCK_N)
     running_max = tl.full([BLOCK_M], -float("inf"), tl.float32)
     weight_sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)  # summed over the tile's width once, after the loop
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    for tile in tl.range(begin, end, num_stages=NUM_STAGES):
+    for tile in tl.range(end - 1, begin - 1, -1, num_stages=NUM_STAGES):
         n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
         visible = n < length
         slot = next_page.to(tl.int64) * PAGE_SIZE + n % PAGE_SIZE
-        next_page = _tile_pages(page_table_ptr, tile + 1, length, PAGE_SIZE, BLOCK_N)
+        next_page = _tile_pages(page_table_ptr, tile - 1, length, PAGE_SIZE, BLOCK_N)
         mask_nd = visible[:, None] & (d < D)[None, :]
         # A slot past the length may hold anything: K is masked to spare the read, V because 0 * NaN is NaN.
         k = tl.load(k_ptr + slot[:, None] * k_stride_n + d[None, :], mask=mask_nd, other=0.0)
