@@ -120,14 +120,15 @@ def hf_naive(args: argparse.Namespace) -> Generate:
 
 def flex(args: argparse.Namespace) -> Generate:
     sys.path.insert(0, str(SCRIPTS))
-    import flex_cli
+    from flex_cli import build_parser
     from flex_engine import EngineConfig, FlexEngine, SamplingParams
+    from flex_models import load_model
     from qwen3_moe_flex import FlexMoEInference
 
     flags = ["--model_name", args.model_name, "--seed", str(args.seed)]
     flags += [] if Path(args.model_name).is_dir() else ["--load_format", "dummy"]
     flags += ["--load_in_4bit"] if args.load_in_4bit else []
-    model, _ = flex_cli.load_model(flex_cli.build_parser(None, args.model_name).parse_args(flags))
+    model, _ = load_model(build_parser(None, args.model_name).parse_args(flags))
     walker = FlexMoEInference(model, compile_walker=args.compile_mode, compile_opts=args.compile_opts)
     engine = None
 

@@ -26,20 +26,19 @@ from flex_cli import (
     check_writable,
     device_name,
     engine_config,
-    fail,
     flags_of,
     integer,
     library_versions,
-    load_model,
     load_prompts,
     make_walker,
     mean_context,
-    note,
     run_round,
     sampling_params,
     template_prompts,
 )
+from flex_console import fail, note
 from flex_engine import FlexEngine
+from flex_models import load_model
 from lora_adapters import attach_adapter
 from peer_backends import release_memory
 from qwen3_moe_flex import DEFAULT_MODEL, TINY_MODEL, FlexMoEInference

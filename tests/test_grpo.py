@@ -20,8 +20,8 @@ import flex_trl
 import tiny_models
 import unsloth_grpo_common as common
 from conftest import SCRIPTS
-from flex_cli import byte_tokenizer
 from flex_engine import HFWalker, InvalidPromptError, NonFiniteError
+from flex_models import byte_tokenizer
 from flex_nf4 import quantize_nf4
 from flex_trl import attach_flex_rollouts
 

@@ -30,7 +30,6 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrained
 
 from embedded_model import EmbeddedModelError, embedded_model_path
 from flex_cli import (
-    EMBEDDED,
     MAX_DEFAULT_BATCH,
     HelpFormatter,
     RoundStats,
@@ -45,22 +44,18 @@ from flex_cli import (
     add_run_arguments,
     add_sampling_arguments,
     check_writable,
-    default_device,
     device_name,
-    dummy_tokenizer,
-    fail,
-    find_config,
     flags_of,
     integer,
     library_versions,
     load_prompts,
     names_of,
-    note,
     number,
-    resolve_model_name,
     save_text,
     template_prompts,
 )
+from flex_console import fail, note
+from flex_models import EMBEDDED, default_device, dummy_tokenizer, find_config, resolve_model_name
 from lora_adapters import add_lora_arguments, check_lora_arguments
 from peer_backends import PEERS, Generated, Peer, Workload
 from prompts import Prompt, is_right

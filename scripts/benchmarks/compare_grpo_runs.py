@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 
-from flex_cli import HelpFormatter, check_writable, fail, number
+from flex_cli import HelpFormatter, check_writable, number
+from flex_console import fail
 from unsloth_grpo_common import GRPOStats
 
 SETTLED = 3  # steps left out of medians: compiling, capturing, first allocations

@@ -31,9 +31,11 @@ from pathlib import Path
 import torch
 
 import flex_paged_attention
-from flex_cli import HelpFormatter, add_model_arguments, check_writable, fail, integer, load_model, note
+from flex_cli import HelpFormatter, add_model_arguments, check_writable, integer
+from flex_console import fail, note
 from flex_decode_attention import DecodeOptions, default_decode_options
 from flex_engine import EngineConfig, FlexEngine, HFWalker
+from flex_models import load_model
 from flex_profile import time_decode_step
 from flex_triton import triton
 from written_walkers import text_model, walker_class_of

@@ -29,20 +29,18 @@ from flex_cli import (
     add_common_arguments,
     check_writable,
     engine_config,
-    fail,
     flags_of,
     integer,
     library_versions,
-    load_model,
     load_prompts,
     make_walker,
-    note,
     number,
-    resolve_model_name,
     sampling_params,
     template_prompts,
 )
+from flex_console import fail, note
 from flex_engine import FlexEngine, SamplingParams
+from flex_models import load_model, resolve_model_name
 from flex_ray import (
     ActorsLostError,
     PoolStats,

@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from flex_cli import build_parser, fail, run_script
+from flex_cli import build_parser, run_script
+from flex_console import fail
 from flex_engine import Attend, AttentionSpec, WrittenWalker
 from flex_kernels import gelu_mul, norm_add_norm, soft_cap
 from flex_weights import Product

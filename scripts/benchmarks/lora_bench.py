@@ -21,9 +21,9 @@ import torch
 
 import flex_lora_kernels as lora_kernels
 import flex_nf4
-from flex_cli import dummy_model, find_config
 from flex_kernels import rms_norm
 from flex_lora import LORA_MODES, ActiveProjection
+from flex_models import dummy_model, find_config
 from flex_weights import Product
 from kernel_bench import DTYPE, HIDDEN, INTERMEDIATE, LAYERS, QKV, Report, best_of, graph_us
 from lora_adapters import fresh_adapter

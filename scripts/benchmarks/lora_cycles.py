@@ -25,11 +25,11 @@ from peft import get_peft_model
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from flex_cli import (
-    HelpFormatter, add_model_arguments, check_writable, device_name, fail, integer, library_versions, load_model, number,
-)  # fmt: skip
+from flex_cli import HelpFormatter, add_model_arguments, check_writable, device_name, integer, library_versions, number
+from flex_console import fail
 from flex_engine import EngineConfig, FlexEngine, RequestOutput, SamplingParams
 from flex_lora import LORA_MODES, active_tensors
+from flex_models import load_model
 from lora_adapters import lora_config
 from lora_checks import LogprobError, fingerprint, merge_rounding, mode_errors
 from written_walkers import text_model, walker_class_of

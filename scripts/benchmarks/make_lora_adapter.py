@@ -17,7 +17,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from embedded_model import EmbeddedModelError, embedded_model_path
-from flex_cli import EMBEDDED, MODEL_CONFIGS, fail, find_config, hub_reachable, integer, is_cached
+from flex_cli import integer
+from flex_console import fail
+from flex_models import EMBEDDED, MODEL_CONFIGS, find_config, hub_reachable, is_cached
 from lora_adapters import TARGETS, save_fresh_adapter
 
 

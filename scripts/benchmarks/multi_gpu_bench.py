@@ -45,19 +45,17 @@ from flex_cli import (
     add_model_arguments,
     check_writable,
     device_name,
-    fail,
     flags_of,
     integer,
     library_versions,
-    load_model,
     names_of,
-    note,
     number,
-    resolve_model_name,
     save_text,
 )
+from flex_console import fail, note
 from flex_engine import EngineConfig, FlexEngine, SamplingParams
 from flex_lora import LORA_MODES
+from flex_models import load_model, resolve_model_name
 from flex_ray import ActorsLostError, Broadcast, Loss, RolloutPool, adapter_weights, require_ray, start_ray
 from flex_ray_rollouts import killed_half_way, run_round
 from lora_adapters import fresh_adapter

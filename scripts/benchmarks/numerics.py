@@ -32,31 +32,32 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from flex_cli import (
-    EMBEDDED,
     HelpFormatter,
     add_engine_arguments,
     add_model_arguments,
     add_prompt_arguments,
     check_writable,
-    default_device,
     device_name,
-    dummy_model,
-    dummy_tokenizer,
     engine_config,
-    fail,
-    find_config,
     integer,
     library_versions,
-    load_model,
     load_prompts,
-    note,
-    resolve_dtype,
-    resolve_model_name,
     template_prompts,
     make_walker,
 )
+from flex_console import fail, note
 from flex_engine import FlexEngine, SamplingParams, Walker
 from flex_lora import EXPERT_PARAMETERS
+from flex_models import (
+    EMBEDDED,
+    default_device,
+    dummy_model,
+    dummy_tokenizer,
+    find_config,
+    load_model,
+    resolve_dtype,
+    resolve_model_name,
+)
 from flex_moe import NF4Experts
 from flex_nf4 import float_weight, is_4bit
 from flex_profile import engine_last_logits, holds_experts

@@ -23,8 +23,9 @@ from transformers import CompileConfig, GenerationConfig, PreTrainedConfig, PreT
 from embedded_model import embedded_model_path
 import flash_attn_fa4_shim
 import flex_memory
-from flex_cli import EMBEDDED, default_device, engine_config, find_config, load_model, make_walker, resolve_dtype, sampling_params
+from flex_cli import engine_config, make_walker, sampling_params
 from flex_engine import EngineConfig, EngineStats, FlexEngine, SamplingParams
+from flex_models import EMBEDDED, default_device, find_config, load_model, resolve_dtype
 from flex_weights import unwrapped
 from lora_adapters import load_adapter
 from persistent_cb import PersistentCB, batching_config, sampling_config

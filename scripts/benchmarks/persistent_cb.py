@@ -116,7 +116,8 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
 
 def load_bench(args: argparse.Namespace) -> tuple[PreTrainedModel, list[list[int]]]:
     """The model and the prompts' token ids that the flags ask for."""
-    from flex_cli import load_model, load_prompts, template_prompts
+    from flex_cli import load_prompts, template_prompts
+    from flex_models import load_model
 
     raw = load_prompts(args)
     model, tokenizer = load_model(args)

@@ -12,8 +12,9 @@ import math
 import sys
 from collections.abc import Callable
 
-from flex_cli import add_walker_argument, fail, integer, number
+from flex_cli import add_walker_argument, integer, number
 from flex_compile import COMPILE_MODES
+from flex_console import fail
 from flex_engine import HFWalker
 from flex_lora import LORA_MODES
 from unsloth_grpo_common import add_correction_argument, build_grpo_parser, run_grpo

@@ -8,7 +8,8 @@ from __future__ import annotations
 import importlib.util
 import sys
 
-from flex_cli import fail, number
+from flex_cli import number
+from flex_console import fail
 from unsloth_grpo_common import add_correction_argument, build_grpo_parser, run_grpo
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 
-from flex_cli import fail
+from flex_console import fail
 from lora_adapters import TARGETS
 from qwen3_grpo_flex import add_flex_arguments, attach, check_flex_arguments
 from qwen3_moe_flex import DEFAULT_MODEL, TINY_MODEL

@@ -37,24 +37,20 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, PrinterCallba
 
 from cb_vs_vllm_generation import find_card
 from flex_cli import (
-    EMBEDDED,
     HelpFormatter,
     add_model_arguments,
     check_writable,
-    default_device,
     device_name,
-    fail,
     flags_of,
-    hub_reachable,
     integer,
     library_versions,
-    load_model,
-    note,
     number,
     save_text,
     top_k,
 )
+from flex_console import fail, note
 from flex_memory import peak_memory_gb, reset_peak_memory
+from flex_models import EMBEDDED, default_device, hub_reachable, load_model
 from flex_weights import unwrapped
 from lora_adapters import lora_config
 from prompts import (
