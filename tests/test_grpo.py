@@ -1,5 +1,6 @@
 """GRPO in TRL: the adapter, the drivers, and what went wrong elsewhere with sampling and log-probabilities inside a trainer."""
 
+import importlib.util
 import json
 import math
 import os
@@ -7,6 +8,7 @@ import runpy
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -658,6 +660,68 @@ def test_vllm_driver_says_what_is_missing(monkeypatch, tiny_config, tmp_path):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(SystemExit, match="needs vLLM"):
         run_driver("qwen3_grpo_vllm", "--stats_path", str(tmp_path / "stats.json"))
+
+
+def find_vllm(monkeypatch):
+    """As in an environment that has vLLM."""
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *rest: True if name == "vllm" else find_spec(name, *rest))
+
+
+def test_two_steps_of_the_vllm_driver(monkeypatch, tiny_config, tmp_path):
+    """Everything but vLLM itself: what it is started with, the checkpoint it finds, and one weight sync a step."""
+    engines = []
+
+    class Engine:
+        def __init__(self, model, **settings):
+            files = {file.name for file in Path(model.name_or_path).iterdir()}
+            assert {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"} <= files
+            loaded = type(model.get_base_model()).from_pretrained(model.name_or_path)
+            weights = {name.replace(".base_layer", ""): value for name, value in model.get_base_model().state_dict().items()}
+            assert all(torch.equal(value, weights[name]) for name, value in loaded.state_dict().items())
+            self.settings, self.syncs = settings, 0
+            engines.append(self)
+
+        def sync_weights(self):
+            self.syncs += 1
+
+        def generate(self, prompts, **_):
+            return prompts, [[7, 8, 9]] * len(prompts), [[[-5.5]] * 3] * len(prompts), None
+
+    monkeypatch.setattr("trl.trainer.grpo_trainer.VLLMGeneration", Engine)
+    find_vllm(monkeypatch)
+    stats = two_steps("qwen3_grpo_vllm", tiny_config, tmp_path, "--gpu_memory_utilization", "0.2")
+    assert stats.finished and stats.backend == "vllm" and None not in stats.logp_difference
+    [engine] = engines
+    assert engine.syncs == 2
+    wanted = dict(mode="colocate", gpu_memory_utilization=0.2, max_model_length=17 + common.SUM_TOKENS, max_num_seqs=8)
+    assert {name: engine.settings[name] for name in wanted} == wanted and not engine.settings["enable_sleep_mode"]
+
+
+def test_what_vllm_raises_while_it_starts_is_told_whole(monkeypatch, tiny_config, tmp_path):
+    def broken(*args, **kwargs):
+        raise ValueError("1 validation error for VllmConfig\n  the fault itself")
+
+    monkeypatch.setattr("trl.trainer.grpo_trainer.VLLMGeneration", broken)
+    find_vllm(monkeypatch)
+    with pytest.raises(ValueError, match="the fault itself"):
+        two_steps("qwen3_grpo_vllm", tiny_config, tmp_path)
+
+
+def test_a_run_terminated_before_its_first_step_leaves_no_checkpoint(monkeypatch, tiny_config, tmp_path):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    find_vllm(monkeypatch)
+    written = []
+
+    def terminated(*args, **kwargs):
+        written.extend(tmp_path.glob("grpo-*/model/*.safetensors"))
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr("trl.trainer.grpo_trainer.VLLMGeneration", terminated)
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(KeyboardInterrupt):
+        two_steps("qwen3_grpo_vllm", tiny_config, tmp_path)
+    assert written and not list(tmp_path.glob("grpo-*")) and signal.getsignal(signal.SIGTERM) is before
 
 
 def test_a_compiler_that_fails_leaves_the_run_going(monkeypatch, tiny_config, tmp_path):

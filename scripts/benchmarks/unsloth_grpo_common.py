@@ -453,6 +453,8 @@ def make_trainer(args: argparse.Namespace, stats_callback: StepTimer, scratch: s
             peft_config=lora_config(model, args.lora_rank, args.lora_targets) if args.lora_rank else None, callbacks=[stats_callback],
         )  # fmt: skip
     except (ValueError, ImportError, OSError) as error:
+        if config.get("use_vllm"):
+            raise  # it comes from anywhere in vLLM's start, and pydantic's first line does not name the fault
         fail(str(error).strip().splitlines()[0])
     trainer.remove_callback(PrinterCallback)  # the timer's own line says what matters
     return trainer
@@ -482,7 +484,7 @@ def run_grpo(
     """The whole of a driver; returns its exit status. `attach` changes how the trainer generates and returns what tells the
     stats' extras at the end; `config` goes to GRPOConfig, and `needs_files` is a backend that loads the model by name."""
     check_writable(args.stats_path)
-    with tempfile.TemporaryDirectory(prefix="grpo-") as scratch:
+    with terminated_as_interrupted(), tempfile.TemporaryDirectory(prefix="grpo-") as scratch:  # it can hold a whole checkpoint
         return train_and_report(backend, args, attach, scratch, needs_files, config)
 
 
@@ -511,8 +513,7 @@ def train_and_report(
         reset_peak_memory()
     started = time.perf_counter()
     try:
-        with terminated_as_interrupted():
-            trainer.train()
+        trainer.train()
         stats.finished = True
     except KeyboardInterrupt:
         note(f"interrupted after {len(stats.step_wall_s)} of {args.max_steps} steps")
