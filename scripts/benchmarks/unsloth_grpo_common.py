@@ -21,13 +21,11 @@ import os
 import random
 import re
 import resource
-import signal
 import statistics
 import tempfile
 import time
 import types
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -48,7 +46,7 @@ from flex_cli import (
     save_text,
     top_k,
 )
-from flex_console import fail, note
+from flex_console import fail, note, terminated_as_interrupted
 from flex_memory import peak_memory_gb, reset_peak_memory
 from flex_models import EMBEDDED, default_device, hub_reachable, load_model
 from flex_weights import unwrapped
@@ -458,20 +456,6 @@ def make_trainer(args: argparse.Namespace, stats_callback: StepTimer, scratch: s
         fail(str(error).strip().splitlines()[0])
     trainer.remove_callback(PrinterCallback)  # the timer's own line says what matters
     return trainer
-
-
-@contextmanager
-def terminated_as_interrupted() -> Iterator[None]:
-    """SIGTERM unwinds like Ctrl-C, so that what a step has taken is given back and the stats so far are written."""
-
-    def interrupt(signum, frame):
-        raise KeyboardInterrupt("SIGTERM")
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def run_grpo(
